@@ -72,6 +72,7 @@ DRAFTERS: dict[str, Drafting] = {
     "eagle3": AUTOREGRESSIVE,
     "dflash": BLOCK,
     "dspark": BLOCK,
+    "jetspec": BLOCK,
     "peagle": Drafting(
         ("chain",),
         lambda head, config: ParallelDrafter(head, config.tree, Sampling.from_config(config)),

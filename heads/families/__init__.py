@@ -23,6 +23,9 @@ from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
 from headstart.heads.families.hydra.files import PAPER as HYDRA
 from headstart.heads.families.hydra.files import HydraFiles
 from headstart.heads.families.hydra.head import HydraConfig, HydraHead
+from headstart.heads.families.jetspec.files import PAPER as JETSPEC
+from headstart.heads.families.jetspec.files import JetSpecFiles
+from headstart.heads.families.jetspec.head import JetSpecConfig, JetSpecHead
 from headstart.heads.families.medusa.files import PAPER as MEDUSA
 from headstart.heads.families.medusa.files import MedusaFiles
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
@@ -58,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "peagle": Family("peagle", PEAGLE, PEagleConfig, PEagleHead, PEagleFiles()),
     "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
     "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),
+    "jetspec": Family("jetspec", JETSPEC, JetSpecConfig, JetSpecHead, JetSpecFiles()),
 }
 
 

@@ -16,6 +16,8 @@ from headstart.heads.formats.verdicts import WRONG, Case, TensorRule, Verdict
 
 #: tensors that engines take, and do not need
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+#: what to do with a head whose first slot drafts, where no engine serves it so
+FILL_IN = "train with head.sample_from_anchor=false, or draft with Headstart's own engine"
 #: kinds of Markov head → tensors beside W1 and W2
 MORE_OF_MARKOV: dict[str, dict[str, tuple[str, ...]]] = {
     "vanilla": {},

@@ -34,7 +34,7 @@ from headstart.heads.formats.eagle_rules import (
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
-from headstart.heads.formats.sglang_block import BLOCK_OPTIONS, block_words, check_dflash, check_dspark
+from headstart.heads.formats.sglang_block import ALGORITHMS, block_words, check_causal, check_dflash, check_dspark
 from headstart.heads.formats.verdicts import WRONG, Case, TensorRule
 
 EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -135,7 +135,7 @@ def _write_eagle(head: Head, provenance: dict[str, Any]) -> Contents:
 
 def _launch(launch: Launch) -> str:
     serve = ["python", "-m", "sglang.launch_server", "--model-path", launch.target]
-    if launch.family in BLOCK_OPTIONS:
+    if launch.family in ALGORITHMS:
         drafts = block_words(launch)
     else:
         drafts = [
@@ -156,6 +156,7 @@ FORMAT = Format(
         "eagle3": Rules(_eagle3, shards=True),
         "dflash": Rules(check_dflash, shards=True),
         "dspark": Rules(check_dspark, shards=True),
+        "jetspec": Rules(check_causal, shards=True),
     },
     launch=_launch,
     before=Case.require_parsed,

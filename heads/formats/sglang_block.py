@@ -12,6 +12,7 @@ from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.families.block.published import CONFIDENCE, MARKOV, NESTED
 from headstart.heads.families.eagle_files import LAYER_IDS
 from headstart.heads.formats.block_rules import (
+    FILL_IN,
     MORE_OF_MARKOV,
     OPTIONAL,
     BlockLayout,
@@ -31,30 +32,42 @@ from headstart.heads.formats.verdicts import WRONG, Case
 
 DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
-BLOCK_OPTIONS = {"dflash": "--speculative-dflash-block-size", "dspark": "--speculative-dspark-block-size"}
+#: family → (algorithm, slots of a block that do not draft and that its option counts)
+ALGORITHMS = {"dflash": ("DFLASH", 1), "dspark": ("DSPARK", 0), "jetspec": ("DFLASH", 1)}
+#: algorithm → option with the size of a block
+BLOCK_OPTIONS = {"DFLASH": "--speculative-dflash-block-size", "DSPARK": "--speculative-dspark-block-size"}
+#: what to do with a head whose first slot drafts
+AS_DSPARK = (
+    "export it again (export.engines=[sglang]), which writes it as a DSpark head, of which it serves both layouts"
+)
 
 
 def block_words(launch: Launch) -> list[str]:
-    """Words of the launch command that ask for a block. DFLASH counts the first slot, which drafts nothing."""
-    size = launch.tokens + (1 if launch.family == "dflash" else 0)
-    words = ["--speculative-algorithm", launch.family.upper(), "--speculative-draft-model-path", launch.head]
-    return [*words, BLOCK_OPTIONS[launch.family], str(size)]
+    """Words of the launch command that ask for a block."""
+    algorithm, more = ALGORITHMS[launch.family]
+    words = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", launch.head]
+    return [*words, BLOCK_OPTIONS[algorithm], str(launch.tokens + more)]
 
 
-def check_dflash(case: Case) -> None:
-    """DFlash: the first slot never drafts, whatever config.json says."""
+def check_dflash(case: Case, remedy: str = AS_DSPARK) -> None:
+    """DFlash: the first slot never drafts, whatever config.json says.
+
+    Args: remedy: for a head whose first slot drafts.
+    """
     config, nested = case.config, nested_of(case.config)
     if _speculators(case):
         return
     case.require_architecture(DFLASH_ARCHITECTURES, config.get("architectures"))
     said = {name: nested.get(name, config.get(name)) for name in ("sample_from_anchor", "shift_label")}
     if first := any(said.values()):
-        case.misread(
-            "the first slot drafts (sample_from_anchor), which SGLang does not read for DFLASH: export it again "
-            "(export.engines=[sglang]), which writes it as a DSpark head, of which it serves both layouts"
-        )
+        case.misread(f"the first slot drafts (sample_from_anchor), which SGLang does not read for DFLASH: {remedy}")
     _shared(case, BlockLayout(block_sizes(config, 0)["layers"]))
-    check_block_size(case, config, first, BLOCK_OPTIONS["dflash"], slots=True)
+    check_block_size(case, config, first, BLOCK_OPTIONS["DFLASH"], slots=True)
+
+
+def check_causal(case: Case) -> None:
+    """A causal block, which drafts as DFlash's does. The first slot cannot draft: DSPARK's block is not causal here."""
+    check_dflash(case, FILL_IN)
 
 
 def check_dspark(case: Case) -> None:
@@ -75,7 +88,7 @@ def check_dspark(case: Case) -> None:
         case.misread(f"{NESTED}.sample_from_anchor is {inner} and is not read: write sample_from_anchor at top level")
     elif top is None:
         case.note("sample_from_anchor is missing and taken as true (the first slot drafts): write it as was trained")
-    check_block_size(case, config, first, BLOCK_OPTIONS["dspark"])
+    check_block_size(case, config, first, BLOCK_OPTIONS["DSPARK"])
     if mask_embedding(case):
         case.misread("mask_embedding.pt is not read for DSPARK: the mask token's row of the target is taken")
     _confidence(case, sizes, bool(config.get("confidence_head_with_markov", True)))

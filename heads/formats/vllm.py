@@ -35,7 +35,7 @@ from headstart.heads.formats.eagle_rules import (
 from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
-from headstart.heads.formats.vllm_block import check_dflash, check_dspark
+from headstart.heads.formats.vllm_block import check_causal, check_dflash, check_dspark
 from headstart.heads.formats.vllm_draft_model import check_draft_model
 from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl, served
 
@@ -278,7 +278,10 @@ ADAPTED_NAME = "tuned"
 
 
 #: family → (method of the speculative config, what else that needs), where the method has not the family's name
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {"peagle": ("eagle3", {"parallel_drafting": True})}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "peagle": ("eagle3", {"parallel_drafting": True}),
+    "jetspec": ("dflash", {}),
+}
 
 
 def _launch(launch: Launch) -> str | None:
@@ -311,6 +314,7 @@ FORMAT = Format(
         "peagle": Rules(_peagle, shards=True),
         "dflash": Rules(check_dflash, shards=True),
         "dspark": Rules(check_dspark, shards=True),
+        "jetspec": Rules(check_causal, shards=True),
         "draft_model": Rules(check_draft_model),
     },
     launch=_launch,

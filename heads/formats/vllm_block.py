@@ -17,6 +17,7 @@ from headstart.heads.families.block.files import BESIDE_LAYER
 from headstart.heads.families.block.published import CONFIDENCE, NESTED
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
 from headstart.heads.formats.block_rules import (
+    FILL_IN,
     OPTIONAL,
     BlockLayout,
     block_sizes,
@@ -39,8 +40,20 @@ DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 TOKENS_OPTION = "num_speculative_tokens"
 
 
-def check_dflash(case: Case) -> None:
-    """DFlash: the first slot never drafts, and a reduced vocabulary without its parts is not noticed."""
+#: what to do with a head whose first slot drafts
+AS_DSPARK = "export it again (export.engines=[vllm]) as a DSpark head, of which vLLM serves both layouts"
+
+
+def check_causal(case: Case) -> None:
+    """A causal block, which drafts a chain as DFlash's does."""
+    check_dflash(case, FILL_IN)
+
+
+def check_dflash(case: Case, remedy: str = AS_DSPARK) -> None:
+    """DFlash: the first slot never drafts, and a reduced vocabulary without its parts is not noticed.
+
+    Args: remedy: for a head whose first slot drafts.
+    """
     config = _as_read(case)
     if "speculators_model_type" not in case.config:
         case.require_architecture(DFLASH_ARCHITECTURES, config.get("architectures"))
@@ -50,7 +63,6 @@ def check_dflash(case: Case) -> None:
     if not ids:
         case.misread(f"{NESTED}.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
     inner, top = nested.get("sample_from_anchor"), config.get("sample_from_anchor", nested.get("shift_label"))
-    remedy = "export it again (export.engines=[vllm]) as a DSpark head, of which vLLM serves both layouts"
     if inner:
         case.refuse(f"{NESTED}.sample_from_anchor is true: its first slot never drafts; {remedy}")
     elif top:

@@ -77,6 +77,7 @@ SIZES = {
     # block heads: fc m·D·D, hidden_norm, norm; per layer q o, k v, MLP, two norms of D and two of the head's width. The
     # output matrix is the target's
     "smollm2-dflash": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
+    "smollm2-jetspec": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
     # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
     "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 64 * (49152 + 16000) + 576 + 64 + 1,
     "qwen3-8b-dflash": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER,
@@ -100,6 +101,7 @@ def test_the_list_is_complete() -> None:
     expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3", "peagle")}
     expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3", "peagle")}
     expected |= {"smollm2-dflash", "smollm2-dspark", "qwen3-8b-dflash", "qwen3-8b-dspark", "llama-3.1-8b-dspark"}
+    expected |= {"smollm2-jetspec"}
     assert set(RECIPES) == expected == set(SIZES)
 
 
@@ -180,7 +182,7 @@ def test_rope_of_the_targets() -> None:
 
 @pytest.mark.parametrize(
     ("name", "node"),
-    [(f"_{n}", "head") for n in ("eagle", "eagle3", "medusa", "hydra", "hydrapp", "dflash", "dspark")]
+    [(f"_{n}", "head") for n in ("eagle", "eagle3", "medusa", "hydra", "hydrapp", "dflash", "dspark", "jetspec")]
     + [("_medusa2", "joint")],
 )
 def test_hyper_parameters_cite_their_source(name: str, node: str) -> None:
@@ -209,7 +211,7 @@ def test_joint_training_and_hydra_are_as_published() -> None:
 def test_block_heads_are_as_published() -> None:
     """Layers, layout, block, weights of the losses; and the same block at training and at decoding."""
     for name, layout, drafts in (
-        ("qwen3-8b-dflash", False, 15), ("smollm2-dflash", False, 7),
+        ("qwen3-8b-dflash", False, 15), ("smollm2-dflash", False, 7), ("smollm2-jetspec", False, 7),
         ("qwen3-8b-dspark", True, 7), ("llama-3.1-8b-dspark", True, 7), ("smollm2-dspark", True, 8),
     ):  # fmt: skip
         recipe = load_recipe(name)
@@ -222,6 +224,9 @@ def test_block_heads_are_as_published() -> None:
         assert weights.pop("confidence", None) == (1.0 if layout else None)
         published = {"ce": 0.1, "l1": 0.9} if layout else {"ce": 1.0}
         assert weights == ({"kl": 1.0} if name.startswith("smollm2") else published)
+    with torch.device("meta"):
+        jetspec = build_head(load_recipe("smollm2-jetspec").head, dims_of("smollm2-135m-instruct"))
+    assert jetspec.causal and jetspec.config.depth_decay == 1.0
     for gamma, recipe in ((7, load_recipe("qwen3-8b-dflash")), (4, load_recipe("qwen3-8b-dspark"))):
         assert recipe.head.depth_decay == pytest.approx(math.exp(-1 / gamma), abs=5e-5)
     assert build_ids("qwen3-8b-dflash") == (2, 10, 18, 26, 34)

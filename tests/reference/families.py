@@ -21,6 +21,7 @@ from headstart.heads.families import (
     Eagle3Config,
     EagleConfig,
     HydraConfig,
+    JetSpecConfig,
     MedusaConfig,
     PEagleConfig,
     build_head,
@@ -183,6 +184,10 @@ def dflash(**fields: Any) -> DFlashConfig:
 
 def dspark(**fields: Any) -> DSparkConfig:
     return DSparkConfig(**{**BLOCK, "markov_rank": 6, **REDUCED, **fields})
+
+
+def jetspec(**fields: Any) -> JetSpecConfig:
+    return JetSpecConfig(**{**BLOCK, **fields})
 
 
 def peagle(**fields: Any) -> PEagleConfig:
@@ -369,6 +374,20 @@ REFERENCES: dict[str, Reference] = {
             "rnn": {"markov_head": "rnn"},
             "whole vocabulary, fill in": {"draft_vocab_size": 0, "sample_from_anchor": False},
         },
+    ),
+    "jetspec": Reference(
+        twin=_block,
+        examples={
+            "fill in": Example(jetspec()),
+            "draft vocabulary": Example(jetspec(**REDUCED), refused=NOT_SGLANG),
+            "anchor first": Example(jetspec(sample_from_anchor=True), refused=NOT_SGLANG | {"vllm"}),
+        },
+        random=jetspec(anchor_share=0.2),
+        small=lambda vocab: JetSpecConfig(
+            depth=4, layers=2, feature_layers=[1, 2, 3], mask_token_id=vocab - 1, ce_weight=1.0, kl_weight=0.0
+        ),
+        steps=25,
+        variants={"anchor first, draft vocabulary": {"sample_from_anchor": True, "draft_vocab_size": 50}},
     ),
     "peagle": Reference(
         twin=_peagle,

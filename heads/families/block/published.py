@@ -25,9 +25,11 @@ LAYER_PLACES = {
     "target_layer_ids": 1,
     "dspark_target_layer_ids": 1,
 }
+#: fields that say whether a slot sees only the slots of its block up to itself
+CAUSAL = ("is_causal", "causal")
 #: fields, at top level or in dflash_config, that change what a block head computes → values with which they do not
 PLAIN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("is_causal", "causal", "use_swa", "attention_sink_bias", "use_gemma_norm"), (None, False)),
+    **dict.fromkeys((*CAUSAL, "use_swa", "attention_sink_bias", "use_gemma_norm"), (None, False)),
     **dict.fromkeys(("add_swa_attention_sink_bias", "has_embed_tokens", "ffn_bias"), (None, False)),
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style", "use_aux_hidden_state"), (None, True)),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), (None, 0)),
@@ -162,6 +164,13 @@ def _feature_layers(config: dict[str, Any], where: str, limit: int) -> list[int]
             f"below {limit}, the target's depth (the last state is post-norm): engines sort them, without doubles"
         )
     return ids
+
+
+def is_causal(raw: RawCheckpoint) -> bool:
+    """Whether a block head's config says in some place that its block is causal."""
+    nested = raw.config.get(NESTED)
+    places = (nested if isinstance(nested, dict) else {}, raw.config)
+    return any(place.get(name) for place in places for name in CAUSAL)
 
 
 def is_corrected(raw: RawCheckpoint) -> bool:

@@ -45,6 +45,7 @@ from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
+from headstart.heads.families.jetspec.head import JetSpecConfig
 from headstart.heads.formats import check_embeddings, load_head, save_head
 from headstart.heads.formats.recognise import recognise
 
@@ -63,6 +64,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Tensors, str, bool, int]] = {
         {**DFLASH_CONFIG, "dflash_config": {**DFLASH_CONFIG["dflash_config"], "shift_label": True}},
         dflash_tensors(), "dflash", True, 4,
     ),
+    "z-lab, causal": (
+        {**DFLASH_CONFIG, "dflash_config": {**DFLASH_CONFIG["dflash_config"], "causal": True}},
+        dflash_tensors(), "jetspec", False, 3,
+    ),
+    "z-lab, causal at top level": ({**DFLASH_CONFIG, "is_causal": True}, dflash_tensors(), "jetspec", False, 3),
     "speculators DFlash": (SPECULATORS_DFLASH_CONFIG, reduced(dflash_tensors()), "dflash", False, 3),
     "speculators DFlash, no flag": (
         {**SPECULATORS_DFLASH_CONFIG, "sample_from_anchor": None}, reduced(dflash_tensors()), "dflash", False, 3,
@@ -161,8 +167,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], str]
         "sample_from_anchor is True at top level",
     ),
     "two words for the layout": (F, {"sample_from_anchor": False, **nested(shift_label=True)}, same, "contradict"),
-    "a causal block": (F, nested(causal=True), same, "causal is True"),
-    "a causal block, at top level": (F, {"is_causal": True}, same, "is_causal is True"),
+    "a causal block with a Markov head": (S, {"is_causal": True}, same, "is_causal is True"),
+    "causal and not": (F, {"is_causal": True, **nested(causal=False)}, same, "contradict each other"),
     "sliding windows": (F, {"layer_types": ["full_attention", "sliding_attention"]}, same, "no sliding windows"),
     "interleaved rope": (F, {"is_neox_style": False}, same, "is_neox_style is False"),
     "interleaved rope, in SGLang's words": (F, {"rope_is_neox_style": False}, same, "rope_is_neox_style is False"),
@@ -228,6 +234,7 @@ HEADS = {
     "DFlash, anchor first, draft vocabulary": DFlashConfig(
         layers=1, depth=3, mask_token_id=90, sample_from_anchor=True, draft_vocab_size=U, feature_layers=[3]
     ),
+    "JetSpec": JetSpecConfig(layers=2, mask_token_id=90),
     "DSpark": DSparkConfig(layers=2, mask_token_id=90, markov_rank=6),
     "DSpark, draft vocabulary, no confidence": DSparkConfig(
         layers=2, mask_token_id=90, markov_rank=6, draft_vocab_size=U, confidence_weight=0.0, intermediate_size=24
@@ -268,6 +275,15 @@ def test_config_json_of_dflash(tmp_path: Path) -> None:
     assert not {"eagle_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids", "mask_token_id"} & set(config)
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names == set(dflash_tensors())
+
+
+def test_config_json_of_jetspec_says_causal_in_both_places(tmp_path: Path) -> None:
+    """vLLM reads `is_causal` and then `dflash_config.causal`, SGLang the first alone."""
+    for name, causal in (("DFlash", False), ("JetSpec", True)):
+        save_head(our_head(HEADS[name]), tmp_path / name, {})
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["is_causal"] is config["dflash_config"]["causal"] is causal
+        assert config["architectures"] == ["DFlashDraftModel"]
 
 
 def test_config_json_of_dspark(tmp_path: Path) -> None:

@@ -165,7 +165,11 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     "causal in vLLM's words": (
         F, nested(causal=True), same,
         {"vllm": (L, "dflash_config.causal is true"), "sglang": (W, "dflash_config.causal is True and is not read"),
-         "headstart": (R, "causal is True")},
+         "headstart": (L, "")},
+    ),
+    "a causal block whose first slot drafts": (
+        F, {"is_causal": True, "sample_from_anchor": True, **nested(causal=True)}, same,
+        {"vllm": (W, "train with head.sample_from_anchor=false"), "sglang": (W, "train with"), "headstart": (L, "")},
     ),
     "causal and not": (F, {"is_causal": True, **nested(causal=False)}, same,
                        {"vllm": (W, "contradict each other: vLLM takes is_causal"), "sglang": (W, "causal is False")}),
@@ -387,6 +391,7 @@ def test_exports(tmp_path: Path, config: Any, engines: set[str], engine: str) ->
     ("llama-3.1-8b-dspark", "Llama-3.1-8B-Instruct", "drafts 7 tokens, mask token 128002"),
     ("smollm2-dflash", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
     ("smollm2-dspark", "smollm2-135m-instruct", "a block of 8 slots drafts 8 tokens"),
+    ("smollm2-jetspec", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
 ])  # fmt: skip
 def test_what_shipped_recipes_export_is_known_before_training(recipe: str, target: str, words: str) -> None:
     """On the targets' published configs, by names and shapes alone."""
@@ -404,12 +409,15 @@ def test_what_shipped_recipes_export_is_known_before_training(recipe: str, targe
 
 def test_launch_commands() -> None:
     """Each engine counts a block in its own way: drafts, slots, or gamma."""
-    for name, block in {"dflash": "dflash-block-size 8", "dspark": "dspark-block-size 7"}.items():
+    for name, method, block in (
+        ("dflash", "dflash", "dflash-block-size 8"), ("dspark", "dspark", "dspark-block-size 7"),
+        ("jetspec", "dflash", "dflash-block-size 8"),
+    ):  # fmt: skip
         side = {"type": name, "config": {"depth": 7}, "target": {"name": "a/b"}}
         commands = launch_commands("user/head", side, ["vllm", "sglang"])
-        assert f'"method": "{name}", "model": "user/head", "num_speculative_tokens": 7' in commands["vllm"]
+        assert f'"method": "{method}", "model": "user/head", "num_speculative_tokens": 7' in commands["vllm"]
         assert commands["sglang"] == (
-            f"python -m sglang.launch_server --model-path a/b --speculative-algorithm {name.upper()} "
+            f"python -m sglang.launch_server --model-path a/b --speculative-algorithm {method.upper()} "
             f"--speculative-draft-model-path user/head --speculative-{block}"
         )
 

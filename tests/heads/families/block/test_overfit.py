@@ -11,6 +11,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import build_head
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
+from headstart.heads.families.jetspec.head import JetSpecConfig
 from headstart.heads.targets.target import Target, TargetConfig
 
 DEPTH, STEPS = 7, 80
@@ -38,8 +39,9 @@ def conversations() -> tuple[Target, FeatureBatch]:
         DFlashConfig(depth=DEPTH, layers=2, mask_token_id=0),
         # a random target is unsure of its tokens: by its distribution alone, some stay as likely as the right one
         DSparkConfig(depth=DEPTH, layers=2, mask_token_id=0, markov_rank=16, ce_weight=1.0),
+        JetSpecConfig(depth=DEPTH, layers=2, mask_token_id=0, kl_weight=0.0, ce_weight=1.0),
     ],
-    ids=["fill in, cross-entropy", "anchor first, labels and total variation, markov head"],
+    ids=["fill in, cross-entropy", "anchor first, labels and total variation, markov head", "causal, cross-entropy"],
 )
 def test_it_learns_eight_conversations_by_heart(config):
     target, batch = conversations()

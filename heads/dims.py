@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headstart.heads.errors import TargetError
+from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.rope import drafted_rope, positions_with_one_rope
 
 
@@ -39,6 +39,19 @@ class HeadDims:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     sliding_window: int | None = None
+
+    def with_key_heads(self, count: int | None) -> HeadDims:
+        """The dimensions of draft layers with `count` key and value heads (`head.num_key_value_heads`); null = as here.
+
+        Raises: ConfigError for a number that does not divide the query heads.
+        """
+        if count is None:
+            return self
+        if count < 1 or self.num_heads % count:
+            raise ConfigError(
+                f"head.num_key_value_heads: found {count}, expected a divisor of the {self.num_heads} query heads"
+            )
+        return replace(self, num_kv_heads=count)
 
     @classmethod
     def from_hf_config(cls, config: Any) -> HeadDims:

@@ -106,8 +106,9 @@ class LlamaDraftFiles(HeadFiles):
 
     def settings(self, config: HeadConfig, dims: HeadDims) -> dict[str, Any]:
         ours = {**{name: getattr(dims, name) for name in GEOMETRY}, **asdict(config)}
-        for name in ("intermediate_size", "hidden_act"):
-            ours[name] = ours[name] or getattr(dims, name)
+        named = {"hidden_act": dims.hidden_act, "intermediate_size": dims.intermediate_size}
+        for name, value in (named | {"num_key_value_heads": dims.num_kv_heads}).items():
+            ours[name] = ours.get(name) or value
         return ours
 
     def stated(self, mapped: TensorMap) -> dict[str, Any]:

@@ -291,7 +291,9 @@ REFERENCES: dict[str, Reference] = {
             "kl": Example(eagle3(loss="kl"), loss_only=True),
             "lk": Example(eagle3(loss="lk"), loss_only=True),
             "odd output head": Example(eagle3(), ends=ODD_ENDS, loss_only=True),
+            "as many key heads as query heads": Example(eagle3(num_key_value_heads=4)),
             "two layers": Example(eagle3(layers=2), refused=NOT_LLAMA_CPP),
+            "two layers, one key head": Example(eagle3(layers=2, num_key_value_heads=1), refused=NOT_LLAMA_CPP),
             "q/k norms": Example(eagle3(qk_norm=True), refused=VLLM_ALONE),
             "three layers, q/k norms, partial rope": Example(
                 eagle3(layers=3, qk_norm=True), replace(DIMS, rope_parameters=PARTIAL_ROPE), refused=VLLM_ALONE
@@ -319,6 +321,7 @@ REFERENCES: dict[str, Reference] = {
                 "row_fraction": 0.5,
             },
             "norm before fc, normed output": {"fc_norm": "concat", "norm_output": True},
+            "as many key heads as query heads": {"num_key_value_heads": 2},
         },
     ),
     "dflash": Reference(

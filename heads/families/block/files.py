@@ -172,7 +172,6 @@ class BlockFiles(LlamaDraftFiles):
         ours, given = super().settings(config, dims), cast(BlockConfig, config)
         ours["feature_layers"] = given.feature_layers or default_feature_layers(dims.num_layers, max(given.layers, 3))
         ours["draft_vocab_size"] = given.draft_vocab_size or dims.vocab_size
-        ours["num_key_value_heads"] = given.num_key_value_heads or dims.num_kv_heads
         return ours
 
     # writing

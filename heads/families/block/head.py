@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -144,12 +144,7 @@ class BlockHead(BlockCosts, AddsGradients):
     joint_obstacle = "whose layers give the target's features no gradient"
 
     def __init__(self, config: BlockConfig, dims: HeadDims):
-        groups = config.num_key_value_heads or dims.num_kv_heads
-        if groups < 1 or dims.num_heads % groups:
-            raise ConfigError(
-                f"head.num_key_value_heads: found {groups}, expected a divisor of the {dims.num_heads} query heads"
-            )
-        dims = replace(dims, num_kv_heads=groups)
+        dims = dims.with_key_heads(config.num_key_value_heads)
         super().__init__(config, dims)
         self.feature_layers = self._feature_layers()
         if not 0 < config.anchor_share <= 1:

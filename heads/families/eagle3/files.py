@@ -100,6 +100,7 @@ class Eagle3Files(LlamaDraftFiles):
             "draft_vocab_size": size,
             "hidden_size": None if hidden == width else hidden,
             "intermediate_size": draft.intermediate_size,
+            "num_key_value_heads": draft.num_kv_heads,
             **_variant(config, where),
             **self.more_fields(config, dims, where),
         }

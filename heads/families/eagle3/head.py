@@ -35,13 +35,14 @@ class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
     structure: ClassVar[tuple[str, ...]] = (
-        "draft_vocab_size", "hidden_size", "intermediate_size", "layers", "qk_norm", "fc_norm",
+        "draft_vocab_size", "hidden_size", "intermediate_size", "layers", "qk_norm", "fc_norm", "num_key_value_heads",
     )  # fmt: skip
     behaviour: ClassVar[tuple[str, ...]] = ("norm_output",)
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
-    added: ClassVar[tuple[str, ...]] = ("layers", "qk_norm", "fc_norm", "norm_output")
+    added: ClassVar[tuple[str, ...]] = ("layers", "qk_norm", "fc_norm", "norm_output", "num_key_value_heads")
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
+        "num_key_value_heads": MAX_SIZE,
     }  # fmt: skip
 
     type: str = "eagle3"
@@ -58,6 +59,9 @@ class Eagle3Config(AutoregressiveConfig):
     hidden_size: int | None = None
     #: Width of the MLP; null takes the target's.
     intermediate_size: int | None = None
+    #: Key and value heads of each layer; null takes the target's. What a row learns of the context passes through the
+    #: values, so a target with few and narrow ones is drafted better with more.
+    num_key_value_heads: int | None = None
     #: Decoder layers. With more than one, training computes the lower ones for every row, not only for supervised ones.
     layers: int = 1
     #: Norm each head's queries and keys before the rotation, as Qwen3 does. Only vLLM serves such a head.
@@ -99,6 +103,7 @@ class Eagle3Head(AutoregressiveHead):
         check_loss(config.loss)
         if config.fc_norm not in FC_NORMS:
             raise ConfigError(f"head.fc_norm: found {config.fc_norm!r}, expected one of {', '.join(FC_NORMS)}")
+        dims = dims.with_key_heads(config.num_key_value_heads)
         super().__init__(config, dims)
         self.feature_layers = self._feature_layers()
         hidden = config.hidden_size or dims.hidden_size

@@ -49,6 +49,11 @@ def _eagle3(case: Case) -> None:
         case.misread("mask_hidden is not read: it drafts one token after the other, which P-EAGLE was not trained for")
     check_lm_head(case, sizes, LOADS if sizes["U"] == sizes["V"] else WRONG, "the target's is taken")
     check_draft_map(case, sizes)
+    if case.target is not None and sizes["G"] != (held := case.target.num_kv_heads * case.target.head_dim):
+        case.note(
+            f"keys and values are {sizes['G']} wide and the target's {held}: a release that keeps both in one cache "
+            "gives the head's layers the target's width"
+        )
     ids = config.get(LAYER_IDS)
     if isinstance(ids, list) and ids != usual_layers(case.target):
         case.note(f"set the captured layers in its speculative config to the head's: hidden_states indices {ids}")

@@ -82,6 +82,11 @@ class PEagleHead(Eagle3Head):
                 f"head.mask_token_id: found {token}, expected a token of the target's vocabulary, 0 to "
                 f"{dims.vocab_size - 1}"
             )
+        if config.depth < 2:
+            raise ConfigError(
+                f"head.depth: found {config.depth}, expected 2 or more: the first draft reads no masked place. For a "
+                "single draft, train head.type=eagle3"
+            )
         if config.norm_output:
             raise ConfigError("head.norm_output: found true, but a P-EAGLE head feeds no output back: leave it false")
         self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))

@@ -197,6 +197,7 @@ def test_a_head_without_a_mask_token_neither_trains_nor_drafts() -> None:
     [
         ({"mask_token_id": VOCAB}, "head.mask_token_id: found 97, expected a token .* 0 to 96"),
         ({"mask_token_id": -1}, "head.mask_token_id: found -1"),
+        ({"depth": 1}, "head.depth: found 1, expected 2 or more.*head.type=eagle3"),
         ({"norm_output": True}, "head.norm_output: found true.*leave it false"),
         ({"loss": "ce"}, "head.loss: found 'ce'"),
     ],

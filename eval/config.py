@@ -11,6 +11,7 @@ from headstart.heads.errors import ConfigError
 TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTER_SETTINGS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
+VERIFICATION = ("block", "token")
 ENGINES = ("auto", "fused", "transformers")
 HALVES = ("odd", "even")
 #: settings of earlier versions, which old recipes and runs still name → the value that is always used now
@@ -76,6 +77,10 @@ class EvalConfig:
     #: lossless keeps the target's output distribution. typical is Medusa's typical acceptance, which is lossy at
     #: temperature > 0.
     acceptance: str = "lossless"
+    #: Lossless rule for chains whose tokens are drawn: block weighs the drafts of a chain together and accepts at least
+    #: as many as token, which takes them one by one. Trees, and chains of the most likely tokens, are verified token by
+    #: token.
+    verification: str = "block"
     #: Typical acceptance: the probability ε that always suffices for a token.
     typical_epsilon: float = 0.09
     #: Typical acceptance: the factor δ of the threshold that falls with the entropy.
@@ -155,6 +160,7 @@ def check_config(config: EvalConfig) -> None:
         ("eval.tree.kind", config.tree.kind, TREE_KINDS),
         ("eval.drafter", config.drafter, DRAFTER_SETTINGS),
         ("eval.acceptance", config.acceptance, ACCEPTANCE),
+        ("eval.verification", config.verification, VERIFICATION),
         ("eval.engine", config.engine, ENGINES),
         ("eval.half", config.half, (None, *HALVES)),
     ):

@@ -26,13 +26,15 @@ class Sampling:
     typical: tuple[float, float] | None = None
     #: probability of acceptance at each level, whatever the target says (lossy); None = the target decides
     synthetic: tuple[float, ...] | None = None
+    #: lossless rule for chains that were drawn: block or token
+    verification: str = "block"
 
     @classmethod
     def from_config(cls, config: EvalConfig) -> Sampling:
         typical = (config.typical_epsilon, config.typical_delta) if config.acceptance == "typical" else None
         return cls(
             config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical,
-            synthetic_rates(config),
+            synthetic_rates(config), config.verification,
         )  # fmt: skip
 
     @property

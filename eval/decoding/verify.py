@@ -44,8 +44,8 @@ def verify(
 ) -> Verified:
     """Accept drafts by the rule that `sampling` and the tree ask for.
 
-    The rules: greedy; one draw from p (trees without q); min(1, p/q) with residuals (trees drawn from q); typical and
-    synthetic acceptance, which are lossy.
+    The rules (`rule_of`): greedy; one draw from p (trees without q); block verification (chains drawn from q); token
+    verification (other trees drawn from q); typical and synthetic acceptance, which are lossy.
 
     Args:
         logits_BMV: the target's raw logits at the root and at every node.
@@ -68,11 +68,33 @@ def verify(
         return typical(tree, p_BMV, draw(p_BMV, generator), *sampling.typical)
     if tree.q_BNV is None:
         return walk_choices(tree, draw(p_BMV, generator))
+    uniform_BN = torch.rand(tree.tokens_BN.shape, dtype=p_BMV.dtype, device=p_BMV.device, generator=generator)
+    if rule_of(tree, sampling) == "block":
+        reach_BM, ends_BN = block_acceptance(tree, tree.q_BNV, p_BMV)
+        end_B, path_BK, accepted_B = walk_block(tree, uniform_BN < ends_BN)
+        return Verified(path_BK, accepted_B, draw(block_residual(tree, tree.q_BNV, p_BMV, reach_BM, end_B), generator))
     ratio_BN, residual_BMV = acceptance(tree, p_BMV)
-    uniform_BN = torch.rand(ratio_BN.shape, dtype=ratio_BN.dtype, device=ratio_BN.device, generator=generator)
     end_B, path_BK, accepted_B = walk_accepted(tree, uniform_BN < ratio_BN)
     last_BV = residual_BMV[torch.arange(end_B.shape[0], device=end_B.device), end_B]
     return Verified(path_BK, accepted_B, draw(last_BV, generator))
+
+
+def rule_of(tree: Tree, sampling: Sampling) -> str | None:
+    """The name of the rule that `verify` follows, for reports; None where nothing is drafted.
+
+    Without q both lossless rules are one draw from p: with q = 1 at the draft, block verification accepts just as many.
+    """
+    if tree.nodes == 0:
+        return None
+    if sampling.synthetic is not None:
+        return "synthetic"
+    if sampling.greedy:
+        return "greedy"
+    if sampling.typical is not None:
+        return "typical"
+    if tree.q_BNV is None:
+        return "draw"
+    return sampling.verification if tree.linear else "token"
 
 
 def seen_tokens(tree: Tree, seen_BV: Tensor) -> Tensor:
@@ -181,16 +203,74 @@ def _normalised(q: Tensor) -> Tensor:
     return q / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
+def _ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
+    """p(x) / q(x). 0/0, a token that neither p nor q holds, is 0: a rejection."""
+    return torch.where(q_x > 0, p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny), 0.0)
+
+
 def _accept(p: Tensor, q: Tensor, token_1: Tensor) -> tuple[Tensor, Tensor]:
     """(min(1, p(x) / q(x)), normalise(max(p - q, 0))) for distributions […, V] and a token x, int64 […, 1]."""
     tiny = torch.finfo(p.dtype).tiny
     p_x, q_x = p.gather(-1, token_1)[..., 0], q.gather(-1, token_1)[..., 0]
-    # 0/0, a token that neither p nor q holds, is a rejection
-    ratio = torch.where(q_x > 0, (p_x / q_x.clamp(min=tiny)).clamp(max=1.0), 0.0)
+    ratio = _ratio(p_x, q_x).clamp(max=1.0)
     left = (p - q).clamp(min=0.0)
     total_1 = left.sum(-1, keepdim=True)
     # p = q leaves nothing. Such a draft is never rejected, so this residual is never drawn from
     return ratio, torch.where(total_1 > 0, left / total_1.clamp(min=tiny), p)
+
+
+def block_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
+    """What block verification accepts of chains drawn from q (arXiv 2403.10444, algorithm 2).
+
+    P_0 = 1, P_i = min(1, P_{i-1} · p(x_i) / q(x_i)) is the probability that the first i drafts or more are accepted.
+    Token verification has Π min(1, p/q) there, which is never more. Of a row's last draft, the path ends there with
+    h = P. Of an earlier one, h_i = Z_i / (Z_i + 1 - P_i) with Z_i = Σ_v max(P_i · p(v) - q(v), 0), the p and q after
+    draft i. The path is as long as the last draft whose h passed, whatever the earlier ones gave.
+
+    A row may stop anywhere, as long as it does not depend on the drafts beyond: h is P then, and P stays what it is.
+
+    Returns:
+        reach_BM: P_0 … P_N.
+        ends_BN: h of every node, the probability that the path ends there if it does not end later. 0 = not drafted.
+    """
+    drafted_BN, before_BNV = _closed(tree, tree.valid_BN), p_BMV[:, :-1]
+    wide_q_BNV, token_BN1 = _normalised(_as_wide(q_BNV, before_BNV)), tree.tokens_BN[:, :, None]
+    ratio_BN = _ratio(before_BNV.gather(-1, token_BN1)[..., 0], wide_q_BNV.gather(-1, token_BN1)[..., 0])
+    reach = [torch.ones_like(p_BMV[:, 0, 0])]
+    for n in range(tree.nodes):
+        reach.append((reach[-1] * ratio_BN[:, n]).clamp(max=1.0))
+    reach_BM = torch.stack(reach, 1)
+    # Z_1 … Z_{N-1}: what P · p has beyond q at the row of every node but the last
+    beyond_BnV = (reach_BM[:, 1:-1, None] * before_BNV[:, 1:]).sub_(wide_q_BNV[:, 1:]).clamp_(min=0.0)
+    z_Bn, p_Bn = beyond_BnV.sum(-1), reach_BM[:, 1:-1]
+    # Z = 0 and P = 1 say that p = q: the next draft is accepted for certain, so the path does not end here
+    h_Bn = z_Bn / (z_Bn + (1.0 - p_Bn)).clamp(min=torch.finfo(z_Bn.dtype).tiny)
+    inner_BN = torch.cat([torch.where(drafted_BN[:, 1:], h_Bn, p_Bn), reach_BM[:, -1:]], 1)
+    return reach_BM, torch.where(drafted_BN, inner_BN, 0.0)
+
+
+def walk_block(tree: Tree, ends_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Results as walk_accepted's, for chains whose path leads to the last marked node."""
+    index_N = torch.arange(1, tree.nodes + 1, device=ends_BN.device)
+    return _path(tree, index_N <= torch.where(ends_BN, index_N, 0).amax(1, keepdim=True))
+
+
+def block_residual(tree: Tree, q_BNV: Tensor, p_BMV: Tensor, reach_BM: Tensor, end_B: Tensor) -> Tensor:
+    """[B, V]: the distribution of the target's own token where a path of block verification ends.
+
+    It is normalise(max(P · p - q, 0)), or p after a row's last draft.
+
+    Args: reach_BM: P of `block_acceptance`. end_B: row of the target after the last accepted draft.
+    """
+    rows_B = torch.arange(end_B.shape[0], device=end_B.device)
+    p_BV, next_B = p_BMV[rows_B, end_B], end_B.clamp(max=tree.nodes - 1)
+    q_BV = _normalised(_as_wide(q_BNV[rows_B, next_B], p_BV))
+    left_BV = (reach_BM[rows_B, end_B, None] * p_BV - q_BV).clamp(min=0.0)
+    total_B1 = left_BV.sum(-1, keepdim=True)
+    more_B = _closed(tree, tree.valid_BN)[rows_B, next_B] & (end_B < tree.nodes)
+    # where nothing is left, p = q and the next draft is accepted: only rounding leads here
+    holds_B1 = more_B[:, None] & (total_B1 > 0)
+    return torch.where(holds_B1, left_BV / total_B1.clamp(min=torch.finfo(p_BV.dtype).tiny), p_BV)
 
 
 def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta: float) -> Verified:

@@ -8,7 +8,14 @@ import random
 
 import pytest
 
-from reference.verify import Distribution, Node, next_tokens, point_mass_outcomes, sampled_chain_outcomes
+from reference.verify import (
+    Distribution,
+    Node,
+    block_chain_outcomes,
+    next_tokens,
+    point_mass_outcomes,
+    sampled_chain_outcomes,
+)
 
 VOCAB, LENGTH = 4, 3
 
@@ -57,6 +64,17 @@ def test_sampled_chain_verification_is_lossless(length: int, zeros: bool):
     p, q = random_distribution(2, zeros), random_distribution(3, zeros)
     outcomes = sampled_chain_outcomes(length, p, q)
     assert next_tokens(outcomes, p, LENGTH) == pytest.approx(exact(p), abs=1e-12)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("length", [1, 2])
+def test_block_verification_is_lossless_and_accepts_more(length: int, zeros: bool):
+    p, q = random_distribution(2, zeros), random_distribution(3, zeros)
+    block, token = block_chain_outcomes(length, p, q), sampled_chain_outcomes(length, p, q)
+    assert next_tokens(block, p, LENGTH) == pytest.approx(exact(p), abs=1e-12)
+    of_block, of_token = (sum(w * len(x) for x, w in found.items()) for found in (block, token))
+    assert of_block >= of_token - 1e-12
+    assert (of_block > of_token + 1e-4) == (length == 2 and not zeros)
 
 
 def test_point_mass_accepts_a_token_as_often_as_the_target_says_it():

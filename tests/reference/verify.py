@@ -65,6 +65,48 @@ def sampled_chain_outcomes(length: int, p: Distribution, q: Distribution, prefix
     return dict(out)
 
 
+def block_chain_outcomes(
+    length: int, p: Distribution, q: Distribution, goes: Callable[[Prefix], bool] = lambda prefix: True
+) -> Outcomes:
+    """Block verification (arXiv 2403.10444, algorithm 2), chain by chain.
+
+    Args: goes: whether a draft follows these drafts.
+    """
+    out: Outcomes = defaultdict(float)
+
+    def chains(prefix: Prefix, chance: float) -> None:
+        if len(prefix) < length and goes(prefix):
+            for token, drawn in enumerate(q(prefix)):
+                if drawn > 0:
+                    chains((*prefix, token), chance * drawn)
+        else:
+            end(prefix, chance)
+
+    def end(x: Prefix, chance: float) -> None:
+        weight, beyond = [1.0], []
+        for i in range(len(x)):
+            beyond.append([max(weight[i] * a - b, 0.0) for a, b in zip(p(x[:i]), q(x[:i]), strict=True)])
+            weight.append(min(1.0, weight[i] * p(x[:i])[x[i]] / q(x[:i])[x[i]]))
+        later_fail = 1.0
+        for i in reversed(range(len(x) + 1)):
+            last = i == len(x)
+            left = p(x) if last else beyond[i]
+            mass = sum(left)
+            if last:
+                passes = weight[i]
+            elif mass > 0:
+                passes = mass / (mass + 1 - weight[i])
+            else:
+                passes = 0.0
+            for token, value in enumerate(left):
+                if later_fail * passes * value > 0:
+                    out[(*x[:i], token)] += chance * later_fail * passes * value / mass
+            later_fail *= 1 - passes
+
+    chains((), 1.0)
+    return dict(out)
+
+
 def next_tokens(outcomes: Outcomes, p: Distribution, length: int) -> Outcomes:
     """Distribution of the first `length` tokens when the rest is sampled from p: equal to p's own if lossless."""
     out: Outcomes = defaultdict(float)

@@ -66,6 +66,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "min-p": {"temperature": 1.0, "min_p": 0.15},
     "all": {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "min_p": 0.03, "repetition_penalty": 1.2},
+    "token by token": {"temperature": 1.0, "verification": "token"},
 }
 #: head (None = n-gram), tree, whether a chain draws its tokens; trees always do
 WAYS: list[tuple[str | None, str, bool]] = [(family, kind, True) for family, kind in FAMILY_TREES]
@@ -134,6 +135,8 @@ def sample(
 CASES = [(*drafter, name) for drafter in WAYS + VARIANTS for name in ("temperature 1", "all")]
 CASES += [(*one, name) for one in {kind: (family, kind, True) for family, kind in FAMILY_TREES}.values()
           for name in ("top-k", "top-p", "min-p")]  # fmt: skip
+#: the other lossless rule of drawn chains
+CASES += [("eagle3", "chain", True, "token by token")]
 
 
 @pytest.mark.parametrize(("family", "kind", "drawn", "processors"), CASES)

@@ -78,6 +78,12 @@ class SlotLayer(CacheLayerMixin):
         self.keys[rows_B1, :, target_BJ] = self.keys[rows_B1, :, source_BJ]
         self.values[rows_B1, :, target_BJ] = self.values[rows_B1, :, source_BJ]
 
+    def take_row(self, row: int, other: SlotLayer, slots: int) -> None:
+        if self.keys is None or self.values is None or other.keys is None or other.values is None:
+            return
+        self.keys[row, :, :slots] = other.keys[0, :, :slots]
+        self.values[row, :, :slots] = other.values[0, :, :slots]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent, 0
 
@@ -124,6 +130,11 @@ class StaticKV(Cache):
         for layer in self.slot_layers:
             layer.move(source_BJ, target_BJ)
 
+    def take_row(self, row: int, other: StaticKV, slots: int) -> None:
+        """As Buffers.take_row."""
+        for layer, given in zip(self.slot_layers, other.slot_layers, strict=True):
+            layer.take_row(row, given, slots)
+
 
 class Buffers:
     """Key and value buffers of all layers, [B, g, S + 1, d] each.
@@ -157,3 +168,8 @@ class Buffers:
         """Copy slots `source` onto `target` in every layer. What is not wanted is copied to the bin."""
         for whole in self._wholes.values():
             move_slots(whole, source_BJ, target_BJ)
+
+    def take_row(self, row: int, other: Buffers, slots: int) -> None:
+        """Copy the first `slots` slots of another's only row into a row of these, in every layer."""
+        for shape, whole in self._wholes.items():
+            whole[:, :, row, :, :slots] = other._wholes[shape][:, :, 0, :, :slots]

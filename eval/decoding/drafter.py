@@ -25,8 +25,9 @@ class Drafter(Protocol):
         max_nodes: most nodes of a tree that it drafts (sizes the KV buffers).
         captures: whether a CUDA graph can hold `propose` and `commit`: they ask nothing of the host.
         prepare_s: seconds spent on buffers and compilation so far, which do not count as decoding.
-        state: (object, attribute) of every tensor that `propose` and `commit` replace, KV apart. Their shapes do not
-            change after `start`. A drafter that owns an engine (a draft language model) adds the engine's `state`.
+        state: (object, attribute) of every tensor that `propose` and `commit` replace, KV apart. Their first dimension
+            is the batch, and their shapes do not change after `start`. A drafter that owns an engine (a draft language
+            model) adds the engine's `state`.
     """
 
     @property
@@ -53,6 +54,20 @@ class Drafter(Protocol):
 
     def start(self, context: Rows, capacity: int) -> None:
         """Begin a batch: all context tokens with their features. No context grows beyond `capacity` tokens."""
+        ...
+
+    def aside(self) -> Drafter:
+        """A drafter with the same weights, after a first `start`. It starts a context that `take_row` then moves here.
+
+        It may be the same one at every call: it serves one context at a time, in a batch of one row.
+        """
+        ...
+
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        """Copy what `aside` holds of its context into a row, all but `state`, which the loop copies.
+
+        Args: aside: what `aside()` gave. slots: tokens of the context.
+        """
         ...
 
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:

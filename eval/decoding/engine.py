@@ -70,7 +70,8 @@ class Engine:
         fused: FusedModel | None = None,
     ):
         self.model, self.batch, self.capacity = model, batch, capacity
-        self.bucket, self.fused = bucket, fused
+        self.bucket, self.prefill_chunk, self.fused = bucket, prefill_chunk, fused
+        self._aside: Engine | None = None
         self.device, self.dtype = model.device, model.dtype
         self.kv: StaticKV | Buffers
         self.generic: GenericModel | None = None
@@ -102,6 +103,8 @@ class Engine:
         else:
             self.uncaptured = reason
         self.prompts.captures = False
+        if self._aside is not None:
+            self._aside.prompts.captures = False
 
     @property
     def choices(self) -> Choices | None:
@@ -159,6 +162,23 @@ class Engine:
             logits_BV, rows = self.prompts.run(forward, contexts, spec)
         self.length_B = rows.count_B.clone()
         return logits_BV, rows
+
+    def aside(self) -> Engine:
+        """An engine of one row, as large as this one's. It reads a context that `take_row` then moves here."""
+        if self._aside is None:
+            self._aside = Engine(self.model, 1, self.capacity, self.bucket, self.prefill_chunk, self.fused)
+        return self._aside
+
+    @torch.inference_mode()
+    def take_row(self, row: int, aside: Engine, slots: int) -> None:
+        """Copy the context that `aside` holds into a row, all but its length (`state`). Args: slots: its tokens."""
+        if self.generic is None:
+            assert isinstance(self.kv, Buffers) and isinstance(aside.kv, Buffers)
+            self.kv.take_row(row, aside.kv, slots)
+        else:
+            assert aside.generic is not None
+            self.generic.take_row(row, aside.generic, slots)
+        self.prompts.uncaptured = self.prompts.uncaptured or aside.prompts.uncaptured
 
     @torch.inference_mode()
     def verify(self, roots_B: Tensor, tree: Tree, spec: FeatureSpec | None = None, longest: int | None = None) -> Step:

@@ -16,6 +16,14 @@ from headstart.eval.kernels.launch import compile_ahead, compiling
 #: than one, the contexts grow meanwhile: what depends on their length must not stay as it was at the capture
 COMPARED = 2
 
+#: gives places of rows that ended to contexts that wait; returns whether it gave any
+Refill = Callable[[], bool]
+
+
+def never() -> bool:
+    """A batch for which no context waits."""
+    return False
+
 
 class CycleGraphs:
     """Captured cycles by `graph_key`. Each is captured at its first use.
@@ -36,8 +44,11 @@ class CycleGraphs:
         self.captured.clear()
         self._latest = None
 
-    def run(self, loop: Loop) -> Generator[list[list[int]], None, None]:
-        """Tables of the cycles, without end. The next cycle already runs while the host reads a table."""
+    def run(self, loop: Loop, refill: Refill = never) -> Generator[list[list[int]], None, None]:
+        """Tables of the cycles, without end. The next cycle already runs while the host reads a table.
+
+        Args: refill: called between two cycles, after the host has read a table.
+        """
         key = graph_key(loop)
         if key not in self.captured:
             began = time.perf_counter()
@@ -45,11 +56,11 @@ class CycleGraphs:
                 self.captured[key] = _CycleGraph(loop)
             except Uncapturable as reason:
                 loop.engine.give_up_captures(str(reason))
-                return uncaptured_cycles(loop)
+                return uncaptured_cycles(loop, refill)
             finally:
                 self.seconds += time.perf_counter() - began
         self._latest = self.captured[key]
-        return self._latest.run(loop)
+        return self._latest.run(loop, refill)
 
     def replay_latest(self) -> None:
         """Run the latest cycle once more, for measurements. Its result is not read."""
@@ -68,14 +79,18 @@ class CycleGraphs:
         return marks[0].elapsed_time(marks[1]) / repeats
 
 
-def uncaptured_cycles(loop: Loop) -> Generator[list[list[int]], None, None]:
-    """Tables of the cycles, without end, each run operation by operation. `close` commits the last one as well."""
+def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[list[list[int]], None, None]:
+    """Tables of the cycles, without end, each run operation by operation. `close` commits the last one as well.
+
+    Args: refill: called between two cycles.
+    """
     while True:
         table = loop.read(loop.verify())
         try:
             yield table
         finally:
             loop.commit()
+        refill()
 
 
 def graph_key(loop: Loop) -> tuple[object, ...]:
@@ -140,7 +155,7 @@ class _CycleGraph:
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 
-    def run(self, loop: Loop) -> Generator[list[list[int]], None, None]:
+    def run(self, loop: Loop, refill: Refill) -> Generator[list[list[int]], None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
         turn = 0
@@ -149,6 +164,10 @@ class _CycleGraph:
             self._launch(1 - turn)
             self.done[turn].synchronize()
             yield self.host[turn].tolist()
+            if refill():
+                # the cycle that already runs ends before these copies: all is on one stream
+                _copy(self.held, loop.tensors())
+                loop.attach(self.held)
             turn = 1 - turn
 
     def _launch(self, turn: int) -> None:

@@ -61,6 +61,7 @@ class Loop:
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
+        self._aside: Loop | None = None
 
     @property
     def captures(self) -> bool:
@@ -70,12 +71,18 @@ class Loop:
     @property
     def prepare_s(self) -> float:
         """Seconds spent so far on capturing chunks of prefill and on the drafter's preparation."""
-        return self.engine.prompts.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
+        own = self.engine.prompts.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
+        return own + (0.0 if self._aside is None else self._aside.prepare_s)
 
     @property
     def state(self) -> list[tuple[object, str]]:
         """(object, attribute) of every tensor that a cycle reads and replaces, KV apart."""
-        extra = [name for name in ("seen_BV", "seeds_B", "rate_K") if getattr(self, name) is not None]
+        return self.row_state if self.rate_K is None else [*self.row_state, (self, "rate_K")]
+
+    @property
+    def row_state(self) -> list[tuple[object, str]]:
+        """Those of `state` whose first dimension is the batch."""
+        extra = [name for name in ("seen_BV", "seeds_B") if getattr(self, name) is not None]
         own: list[tuple[object, str]] = [(self, n) for n in ("roots_B", "active_B", "left_B", "stop_BS", *extra)]
         drafters = [] if self.drafter is None else self.drafter.state
         return [*own, *self.engine.state, *drafters, *self.scheduler.state]
@@ -105,15 +112,20 @@ class Loop:
             for linears, count in drafts:
                 decide_ways(linears, count, engine.choices)
 
-    def start(self, contexts: list[list[int]], limits: list[int], stops: list[set[int]]) -> None:
-        """Prefill, choose the first roots, hand the contexts to the drafter."""
+    def start(
+        self, contexts: list[list[int]], limits: list[int], stops: list[set[int]], most_stops: int = 1
+    ) -> None:
+        """Prefill, choose the first roots, hand the contexts to the drafter.
+
+        Args: most_stops: stop tokens that any row may have, of those admitted later too.
+        """
         engine, device = self.engine, self.engine.device
         self.logits_BV, context = engine.prefill(contexts, self.spec)
         self.longest = max(map(len, contexts))
         vocab = self.logits_BV.shape[-1]
         self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, vocab)
         self.roots_B = self._choose(self.logits_BV)
-        widest = max(1, *(len(stop) for stop in stops))
+        widest = max(most_stops, *map(len, stops), 1)
         padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
         self.stop_BS = torch.tensor(padded, device=device)
         self.left_B = torch.tensor(limits, device=device) - 1
@@ -121,6 +133,37 @@ class Loop:
         if self.drafter is not None:
             self.drafter.start(context, engine.capacity)
         self.scheduler.start(context)
+
+    @torch.inference_mode()
+    def admit(self, row: int, context: list[int], limit: int, stops: set[int], seed_1: Tensor | None = None) -> int:
+        """Give the place of a row that ended to another context, between two cycles.
+
+        The context starts in a batch of one row of its own, whose state then becomes the row's. Tensors of `state` are
+        replaced by new ones, so that nothing that holds the old ones changes.
+
+        Args: seed_1: the row's seed, where rows draw by seeds.
+        Returns: its first token, for which the host waits.
+        """
+        aside = self.aside()
+        aside.seeds_B = seed_1
+        aside.start([context], [limit], [stops], self.stop_BS.shape[1])
+        self.engine.take_row(row, aside.engine, len(context))
+        if self.drafter is not None and aside.drafter is not None:
+            self.drafter.take_row(row, aside.drafter, len(context))
+        for (owner, name), (giver, given) in zip(self.row_state, aside.row_state, strict=True):
+            whole = getattr(owner, name).clone()
+            whole[row : row + 1] = getattr(giver, given)
+            setattr(owner, name, whole)
+        self.longest = max(self.longest, len(context))
+        return int(aside.roots_B)
+
+    def aside(self) -> Loop:
+        """The batch of one row in which admitted contexts start."""
+        if self._aside is None:
+            drafter = None if self.drafter is None else self.drafter.aside()
+            engine, scheduler = self.engine.aside(), self.scheduler.aside()
+            self._aside = Loop(engine, drafter, self.sampling, self.generator, None, scheduler)
+        return self._aside
 
     def _choose(self, logits_BV: Tensor, ahead: int = 0) -> Tensor:
         """The target's next token of every row. Args: ahead: tokens between the context's end and its position."""

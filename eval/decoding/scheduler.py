@@ -5,6 +5,7 @@ Shape legend: B batch, N nodes.
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol
 
 from torch import Tensor
@@ -26,7 +27,8 @@ class Scheduler(Protocol):
     Attributes:
         captures: whether a CUDA graph can hold `choose`. It then asks nothing of the host, and reads only tensors of
             `state` and tensors that outlive the batch.
-        state: (object, attribute) of every tensor that `choose` replaces. Their shapes do not change after `start`.
+        state: (object, attribute) of every tensor that `choose` replaces. Their first dimension is the batch, and their
+            shapes do not change after `start`.
     """
 
     captures: bool
@@ -38,6 +40,10 @@ class Scheduler(Protocol):
     def start(self, context: Rows) -> None:
         """Begin a batch: all context tokens, as the drafter gets them."""
         return None
+
+    def aside(self) -> Scheduler:
+        """One for a batch of one row, whose `state` then becomes that of one row here."""
+        return copy.copy(self)
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         """Which nodes are verified.

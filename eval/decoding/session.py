@@ -118,13 +118,18 @@ class Decoder:
         seed: int,
         row_seeds: Tensor | None = None,
         stop: bool = True,
+        rows: int | None = None,
     ) -> Decoded:
         """`decode` on buffers that are large enough.
 
-        Args: row_seeds: see `decode`. stop: False decodes on beyond the target's stop tokens, up to the limit.
+        Args:
+            row_seeds: see `decode`.
+            stop: False decodes on beyond the target's stop tokens, up to the limit.
+            rows: contexts decoded at a time, where there are more of them; None = all.
         """
+        rows = len(contexts) if rows is None else min(rows, len(contexts))
         try:
-            return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop)
+            return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows)
         except (HeadstartError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - an error with another cause is raised again by the second run
@@ -133,7 +138,7 @@ class Decoder:
             self._give_up_fused(error)
         self.drop_buffers()
         self.graphs.clear()
-        return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop)
+        return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows)
 
     def _run(
         self,
@@ -143,11 +148,12 @@ class Decoder:
         seed: int,
         row_seeds: Tensor | None,
         stop: bool,
+        rows: int,
     ) -> Decoded:
         longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine
-        if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
+        if engine is None or engine.batch != rows or engine.capacity < needed:
             # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
             capturable = self._capturable
             lasting = self.fused is not None or capturable
@@ -155,9 +161,7 @@ class Decoder:
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()
-            self.engine = engine = Engine(
-                self.target.model, len(contexts), capacity, bucket=KV_BUCKET, fused=self.fused
-            )
+            self.engine = engine = Engine(self.target.model, rows, capacity, bucket=KV_BUCKET, fused=self.fused)
             engine.capturable = capturable
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids) if stop else set()

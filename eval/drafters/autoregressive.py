@@ -9,6 +9,7 @@ U draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
+from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.draft import DraftStep
@@ -51,6 +53,7 @@ class AutoregressiveDrafter:
         self.step: DraftStep
         self.kv: Buffers
         self._made = False
+        self._aside: AutoregressiveDrafter | None = None
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -60,6 +63,17 @@ class AutoregressiveDrafter:
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
         return [(self.step.linears(), count) for count in sorted(rows)]
+
+    def aside(self) -> AutoregressiveDrafter:
+        if self._aside is None or self._aside.step is not self.step:
+            self._aside = copy.copy(self)
+            self._aside._aside = None
+        return self._aside
+
+    @torch.inference_mode()
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        assert isinstance(aside, AutoregressiveDrafter)
+        self.kv.take_row(row, aside.kv, slots)
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

@@ -9,6 +9,7 @@ m streams, r rank, U draft vocabulary, V target vocabulary, A rows of a document
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
+from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
@@ -131,6 +133,7 @@ class BlockDrafter:
         self.step: BlockPass
         self.kv: Buffers
         self._made = False
+        self._aside: BlockDrafter | None = None
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -149,6 +152,17 @@ class BlockDrafter:
     def _walks(self) -> bool:
         """Whether one kernel makes all drafts from the logits."""
         return self.step.walk is not None and not self._sampled and not self.sampling.penalises
+
+    def aside(self) -> BlockDrafter:
+        if self._aside is None or self._aside.step is not self.step:
+            self._aside = copy.copy(self)
+            self._aside._aside = None
+        return self._aside
+
+    @torch.inference_mode()
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        assert isinstance(aside, BlockDrafter)
+        self.kv.take_row(row, aside.kv, slots)
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

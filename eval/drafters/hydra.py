@@ -9,6 +9,7 @@ head's input, D hidden, K levels, V vocabulary, A rows of a document, T its toke
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
+from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.everywhere import attend_earlier
@@ -202,6 +204,7 @@ class HydraDrafter:
         self.passes: list[DepthPass] = []
         self.prefix: PrefixCache | None = None
         self._placed: tuple[int, int] | None = None
+        self._aside: HydraDrafter | None = None
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -226,6 +229,21 @@ class HydraDrafter:
         if self.shape is not None:
             return [1, *(level.under_BP.shape[1] for level in self._levels[:-1])]
         return [1] + [self.tree.k if self.tree.kind == "dynamic" else 1] * (self.depth - 1)
+
+    def aside(self) -> HydraDrafter:
+        weights = None if self.prefix is None else self.prefix.layer
+        given = self._aside.prefix if self._aside is not None else None
+        if self._aside is None or (given is not None and given.layer is not weights):
+            self._aside = copy.copy(self)
+            # the same weights with another cache
+            self._aside.prefix, self._aside._aside = copy.copy(self.prefix), None
+        return self._aside
+
+    @torch.inference_mode()
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        assert isinstance(aside, HydraDrafter)
+        if self.prefix is not None and aside.prefix is not None:
+            self.prefix.kv.take_row(row, aside.prefix.kv, slots)
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

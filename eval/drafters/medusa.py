@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
+from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
 from headstart.eval.kernels.candidates import top_ids
@@ -36,6 +39,12 @@ class MedusaDrafter:
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         return []
+
+    def aside(self) -> MedusaDrafter:
+        return copy.copy(self)
+
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        return None
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
+from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain
@@ -52,6 +55,13 @@ class NgramDrafter:
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         return []
+
+    def aside(self) -> NgramDrafter:
+        return copy.copy(self)
+
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        assert isinstance(aside, NgramDrafter)
+        self.rows[row] = aside.rows[0]
 
     def start(self, context: Rows, capacity: int) -> None:
         self.rows = [NgramIndex(self.shortest, self.longest) for _ in range(context.tokens_BJ.shape[0])]

@@ -120,7 +120,8 @@ class Timed:
     Attributes:
         prefill_s, decode_s: seconds of the two phases.
         tokens: of the decode phase.
-        first_s: seconds to the first token, one entry per prompt. All prompts of a batch wait for the batch's prefill.
+        first_s: seconds to the first token, one entry per prompt, from the start of its prefill. Prompts that begin
+            together wait for each other.
         token_s: seconds per token of the decode phase, one entry per token: a cycle's seconds divided by the tokens
             that it committed for the row.
         rows: rows that were still decoding, summed over all cycles.
@@ -139,10 +140,10 @@ class Timed:
         self.prefill_s += decoded.prefill_s
         self.decode_s += decoded.decode_s
         self.tokens += decoded.decode_tokens
-        self.first_s += [decoded.prefill_s] * len(decoded.answers)
+        self.first_s += [answer.first_s for answer in decoded.answers]
         self.token_s += token_seconds(decoded)
         self.rows += sum(len(answer.cycles) for answer in decoded.answers)
-        self.cycles += max(len(answer.cycles) for answer in decoded.answers)
+        self.cycles += max(answer.before + len(answer.cycles) for answer in decoded.answers)
 
     @classmethod
     def sum(cls, parts: Iterable[Timed]) -> Timed:
@@ -182,6 +183,6 @@ def token_seconds(decoded: Decoded) -> list[float]:
     return [
         seconds / cycle.committed
         for answer in decoded.answers
-        for cycle, seconds in zip(answer.cycles, decoded.cycle_s, strict=False)
+        for cycle, seconds in zip(answer.cycles, decoded.cycle_s[answer.before :], strict=False)
         for _ in range(cycle.committed)
     ]

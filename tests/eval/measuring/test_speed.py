@@ -32,8 +32,9 @@ from headstart.pipeline.evaluate import summary
 
 def decoded() -> Decoded:
     """Two rows: the first ends in the second cycle. Cycles of 4, 6 and 8 ms after a prefill of 20 ms."""
-    first = Answer([1, 2, 3, 4], [Cycle(3, 1, 2), Cycle(3, 0, 1)])
-    second = Answer([1, 2, 3, 4, 5, 6, 7], [Cycle(3, 0, 1), Cycle(3, 2, 3), Cycle(3, 1, 2)])
+    first = Answer([1, 2, 3, 4], [Cycle(3, 1, 2), Cycle(3, 0, 1)], first_s=0.020)
+    cycles = [Cycle(3, 0, 1), Cycle(3, 2, 3), Cycle(3, 1, 2)]
+    second = Answer([1, 2, 3, 4, 5, 6, 7], cycles, first_s=0.020)
     return Decoded([first, second], 0.020, 0.018, [0.004, 0.006, 0.008])
 
 

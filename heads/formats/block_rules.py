@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.heads.checkpoints.geometry import are_integers, integer, with_defaults
@@ -56,6 +57,7 @@ class BlockLayout:
         markov: kind of Markov head; None without one. rows: symbol of W2's rows: U, or V where the engine has no draft
             vocabulary.
         confidence: whether it reads a confidence head. with_markov: whether that reads the token before a draft.
+        more: other tensors and their shapes, in the symbols of `sizes` and of block_sizes.
     """
 
     layers: int
@@ -63,6 +65,8 @@ class BlockLayout:
     rows: str = "U"
     confidence: bool = False
     with_markov: bool = True
+    more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def tensors(self, missing: Verdict) -> list[TensorRule]:
         """Rules for all but the ends and the draft vocabulary. Args: missing: what the engine does without."""
@@ -74,6 +78,7 @@ class BlockLayout:
             rules += layer_tensors(prefix, "H", missing)
             norms = {"input_layernorm.weight": ("H",), **dict.fromkeys(QK_NORMS, ("d",))}
             rules += [TensorRule(prefix + name, shape, missing, why) for name, shape in norms.items()]
+        rules += [TensorRule(name, shape, missing) for name, shape in self.more.items()]
         if self.markov is not None:
             w = {"markov_w1.weight": ("V", "r"), "markov_w2.weight": (self.rows, "r"), **MORE_OF_MARKOV[self.markov]}
             rules += [TensorRule(MARKOV + name, shape, missing) for name, shape in w.items()]

@@ -24,6 +24,7 @@ class BlockCosts(Head):
     block_size: int
     output_UD: Tensor
     needs_teacher: bool
+    teaches_base: bool
 
     def _layer(self) -> LaterLayer:
         layer = self.layers[0]
@@ -45,9 +46,10 @@ class BlockCosts(Head):
         """As the base class's, so that a step computes 6 times as many FLOPs.
 
         The frozen output matrix has no gradient of its own: it counts two thirds. The teacher's logits, made once for
-        each row that teaches, have no gradient at all: they count one third.
+        each row that teaches, have no gradient at all: they count one third. Where the logits without the correction
+        carry a loss too, both are made once more.
         """
-        drafts, output = counts[0] * self.depth, self.output_UD.numel()
+        drafts, output = counts[0] * self.depth, self.output_UD.numel() * (2 if self.teaches_base else 1)
         layers = sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
         slots = counts[0] * self.block_size * layers + drafts * (output * 2 / 3 + self._corrections())
         taught = min(rows, drafts) if self.needs_teacher else 0

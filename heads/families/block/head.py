@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.block.anchors import draw_anchors
-from headstart.heads.families.block.costs import BlockCosts
+from headstart.heads.families.block.corrections import Corrected, Drafts
 from headstart.heads.families.block.labels import find_labels, measured
 from headstart.heads.families.block.stack import ContextRows, Slots, Stack
 from headstart.heads.gradients import AddsGradients
@@ -49,9 +49,6 @@ from headstart.heads.numerics import compute_dtype
 WEIGHTINGS = ("decay", "dpace")
 #: most slots that run at once without gradients
 SLOTS_AT_ONCE = 8192
-
-#: metrics that a family adds: (numerator, denominator) of each
-Metrics = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -108,15 +105,6 @@ class BlockConfig(HeadConfig):
                 raise ConfigError(f"head.{name}: found {found}, expected a finite number, 0 or more")
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """Arguments and result of `BlockHead.corrections` for all drafts of a step."""
-
-    hidden_AKD: Tensor
-    previous_AK: Tensor
-    low_AKr: Tensor | None
-
-
 def default_feature_layers(num_layers: int, count: int) -> list[int]:
     """Published choice for `count` streams: 1 + round(1 + i (L - 4) / (count - 1)), as indices of hidden_states.
 
@@ -129,7 +117,7 @@ def default_feature_layers(num_layers: int, count: int) -> list[int]:
     return sorted({1 + round(1 + i * max(num_layers - 4, 0) / (count - 1)) for i in range(count)})
 
 
-class BlockHead(BlockCosts, AddsGradients):
+class BlockHead(Corrected, AddsGradients):
     """The backbone: the target's features become keys and values of every layer; slots are the queries.
 
     Attributes:
@@ -169,7 +157,8 @@ class BlockHead(BlockCosts, AddsGradients):
         self.rope = Rope(dims)
         if not self.kinds:
             raise ConfigError("head: found no loss, expected one of " + ", ".join(f"{k}_weight" for k in KINDS))
-        self.terms = tuple(LossTerm(kind, getattr(config, f"{kind}_weight")) for kind in self.kinds)
+        terms = tuple(LossTerm(kind, getattr(config, f"{kind}_weight")) for kind in self.kinds)
+        self.terms = terms + tuple(replace(t, name=f"base_{t.name}") for t in terms if self.teaches_base)
 
     def _feature_layers(self) -> list[int]:
         layers, found = self.dims.num_layers, self.config.feature_layers
@@ -254,34 +243,6 @@ class BlockHead(BlockCosts, AddsGradients):
         """Draft-vocabulary ids → target ids."""
         return draft if self.draft_ids_U is None else self.draft_ids_U[draft]
 
-    # corrections of the logits, which a family may define
-
-    @property
-    def correction_Ur(self) -> Tensor | None:
-        """`up`, [U, r]; None where the base logits are not corrected."""
-        return None
-
-    @property
-    def correction_table_Vr(self) -> Tensor | None:
-        """`low` of a draft by the token before it, [V, r], for a faster walk; None where it depends on more."""
-        return None
-
-    def corrections(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor | None:
-        """`low` of all drafts, given the tokens before them (teacher forcing): [A, K, r].
-
-        Args:
-            hidden_AKD: outputs of the slots (`slots`). previous_AK: int64, x_{t+k}, target ids.
-        """
-        return None
-
-    def walk_step(self, hidden_BD: Tensor, previous_B: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """`low` of one draft of each sequence, [B, r], and the next state.
-
-        Args:
-            hidden_BD: output of the slot. previous_B: int64, target ids. state: of the draft before; None at the first.
-        """
-        raise NotImplementedError
-
     # training
 
     def blocks(self, batch: FeatureBatch) -> BlockRows:
@@ -337,20 +298,9 @@ class BlockHead(BlockCosts, AddsGradients):
         return self.labels(batch).active_AK[:, 0].sum()
 
     @property
-    def reads_overlap(self) -> bool:
-        """Whether `more_terms` reads the drafts' overlap with the target's distribution."""
-        return False
-
-    @property
     def needs_teacher(self) -> bool:  # type: ignore[override]
         """Whether the loss needs the target's distribution."""
         return self.reads_overlap or self.kinds != ("ce",)
-
-    def more_terms(self, drafts: Drafts, labels: BlockLabels, losses: BlockLosses) -> tuple[list[Tensor], Metrics]:
-        """What the family adds: (sums of the terms behind those of the weights, float32 scalars, by `self.terms`;
-        both sides of the metrics behind the base class's, by `self.metrics`).
-        """
-        return [], []
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         kinds, last = self.kinds, batch.tokens_R.shape[0] - 1
@@ -359,13 +309,19 @@ class BlockHead(BlockCosts, AddsGradients):
         previous_AK = batch.tokens_R[(batch.anchors.row_A[:, None] + depth_K).clamp(max=last)]
         low_AKr = self.corrections(hidden_AKD, previous_AK)
         assert batch.hidden_RD is not None
-        losses = block_loss(
-            hidden_AKD, self.output_UD, low_AKr, self.correction_Ur, labels, batch.hidden_RD.detach(), teacher,
-            self.draft_ids_U, kinds, self.config.weighting == "dpace",
-            None if scale_T is None else scale_T[: len(kinds)], self.reads_overlap,
-        )  # fmt: skip
+        teacher_RD = batch.hidden_RD.detach()
+        parts = [None, None] if scale_T is None else [scale_T[: len(kinds)], scale_T[len(kinds) : 2 * len(kinds)]]
+
+        def run(low: Tensor | None, up_Ur: Tensor | None, part_T: Tensor | None, overlap: bool = False) -> BlockLosses:
+            return block_loss(
+                hidden_AKD, self.output_UD, low, up_Ur, labels, teacher_RD, teacher, self.draft_ids_U, kinds,
+                self.config.weighting == "dpace", part_T, overlap,
+            )  # fmt: skip
+
+        losses = run(low_AKr, self.correction_Ur, parts[0], self.reads_overlap)
         more, metrics = self.more_terms(Drafts(hidden_AKD, previous_AK, low_AKr), labels, losses)
-        sum_T = torch.cat((losses.sum_T, *(x[None] for x in more))) if more else losses.sum_T
+        base = [run(None, None, parts[1]).sum_T] if self.teaches_base else []
+        sum_T = torch.cat((losses.sum_T, *base, *(x[None] for x in more))) if base or more else losses.sum_T
         count_T = labels.weight_AK.sum().expand(len(self.terms)).clone()
         loss = measured(batch, labels, self.target_ids(losses.argmax_AK), sum_T, count_T)
         return loss.with_metrics(*zip(*metrics, strict=True)) if metrics else loss

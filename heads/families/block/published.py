@@ -42,6 +42,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 KNOWN = ("layer_types", "mask_token_id", "final_logit_softcapping")
 #: tensors that a Markov head and a confidence head add to the backbone's
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head."
+#: tensors that a recurrent network and the correction made of its state add to the backbone's
+GRU, CORRECTION = "prefix_gru.", "embed_proj."
 #: pickled side file with an embedding of the mask token of its own
 (MASK_EMBEDDING,) = BESIDE
 
@@ -166,11 +168,18 @@ def _feature_layers(config: dict[str, Any], where: str, limit: int) -> list[int]
     return ids
 
 
-def is_causal(raw: RawCheckpoint) -> bool:
-    """Whether a block head's config says in some place that its block is causal."""
+def addition(raw: RawCheckpoint) -> str | None:
+    """What a block head adds to DFlash's, the first that it has of MARKOV, GRU, and CAUSAL's first name for a causal
+    block; None where it adds nothing.
+    """
     nested = raw.config.get(NESTED)
     places = (nested if isinstance(nested, dict) else {}, raw.config)
-    return any(place.get(name) for place in places for name in CAUSAL)
+    if is_corrected(raw):
+        return MARKOV
+    named = any(place.get("projector_type") == "domino" for place in places)
+    if named or any(name.removeprefix("model.").startswith(GRU) for name in raw.tensors):
+        return GRU
+    return CAUSAL[0] if any(place.get(name) for place in places for name in CAUSAL) else None
 
 
 def is_corrected(raw: RawCheckpoint) -> bool:

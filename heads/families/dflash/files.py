@@ -16,7 +16,7 @@ from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.families.block.files import BlockFiles
 from headstart.heads.families.block.head import BlockHead
-from headstart.heads.families.block.published import NESTED, is_causal, is_corrected
+from headstart.heads.families.block.published import NESTED, addition
 from headstart.heads.families.dspark.files import MARKOV_TENSORS, DSparkFiles
 from headstart.heads.families.dspark.head import DSparkConfig, DSparkHead
 from headstart.heads.families.eagle_files import is_block_draft, shifted
@@ -43,7 +43,7 @@ class DFlashFiles(BlockFiles):
     family = "dflash"
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return is_block_draft(raw) and not is_corrected(raw) and not is_causal(raw)
+        return is_block_draft(raw) and addition(raw) is None
 
     def block_json(self, head: BlockHead) -> dict[str, Any]:
         nested = {

@@ -16,7 +16,8 @@ from headstart.heads.base import MAX_SIZE, LossTerm
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.block.head import BlockConfig, BlockHead, Drafts, Metrics
+from headstart.heads.families.block.corrections import Drafts, Metrics
+from headstart.heads.families.block.head import BlockConfig, BlockHead
 from headstart.heads.losses.block import BlockLabels, BlockLosses
 from headstart.heads.numerics import wide
 

@@ -12,7 +12,7 @@ from headstart.heads.checkpoints.geometry import flag
 from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.errors import FormatError
-from headstart.heads.families.block.published import CAUSAL, is_causal, is_corrected, stated
+from headstart.heads.families.block.published import CAUSAL, addition, stated
 from headstart.heads.families.dflash.files import DFlashFiles
 from headstart.heads.families.eagle_files import is_block_draft
 from headstart.heads.families.paper import Paper
@@ -40,7 +40,7 @@ class JetSpecFiles(DFlashFiles):
     own_fields = CAUSAL
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return is_block_draft(raw) and not is_corrected(raw) and is_causal(raw)
+        return is_block_draft(raw) and addition(raw) == CAUSAL[0]
 
     def added(
         self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], where: str

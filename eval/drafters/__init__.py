@@ -72,6 +72,7 @@ DRAFTERS: dict[str, Drafting] = {
     "eagle3": AUTOREGRESSIVE,
     "dflash": BLOCK,
     "dspark": BLOCK,
+    "domino": BLOCK,
     "jetspec": BLOCK,
     "peagle": Drafting(
         ("chain",),

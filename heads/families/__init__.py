@@ -11,6 +11,9 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.families.dflash.files import PAPER as DFLASH
 from headstart.heads.families.dflash.files import DFlashFiles
 from headstart.heads.families.dflash.head import DFlashConfig, DFlashHead
+from headstart.heads.families.domino.files import PAPER as DOMINO
+from headstart.heads.families.domino.files import DominoFiles
+from headstart.heads.families.domino.head import DominoConfig, DominoHead
 from headstart.heads.families.dspark.files import PAPER as DSPARK
 from headstart.heads.families.dspark.files import DSparkFiles
 from headstart.heads.families.dspark.head import DSparkConfig, DSparkHead
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "peagle": Family("peagle", PEAGLE, PEagleConfig, PEagleHead, PEagleFiles()),
     "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
     "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),
+    "domino": Family("domino", DOMINO, DominoConfig, DominoHead, DominoFiles()),
     "jetspec": Family("jetspec", JETSPEC, JetSpecConfig, JetSpecHead, JetSpecFiles()),
 }
 

@@ -34,7 +34,14 @@ from headstart.heads.formats.eagle_rules import (
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
-from headstart.heads.formats.sglang_block import ALGORITHMS, block_words, check_causal, check_dflash, check_dspark
+from headstart.heads.formats.sglang_block import (
+    ALGORITHMS,
+    block_words,
+    check_causal,
+    check_dflash,
+    check_domino,
+    check_dspark,
+)
 from headstart.heads.formats.verdicts import WRONG, Case, TensorRule
 
 EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -157,6 +164,7 @@ FORMAT = Format(
         "dflash": Rules(check_dflash, shards=True),
         "dspark": Rules(check_dspark, shards=True),
         "jetspec": Rules(check_causal, shards=True),
+        "domino": Rules(check_domino, shards=True),
     },
     launch=_launch,
     before=Case.require_parsed,

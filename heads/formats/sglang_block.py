@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.tensor_map import some
-from headstart.heads.families.block.published import CONFIDENCE, MARKOV, NESTED
+from headstart.heads.families.block.published import CONFIDENCE, CORRECTION, GRU, MARKOV, NESTED
 from headstart.heads.families.eagle_files import LAYER_IDS
 from headstart.heads.formats.block_rules import (
     FILL_IN,
@@ -31,9 +32,11 @@ from headstart.heads.formats.format import Launch
 from headstart.heads.formats.verdicts import WRONG, Case
 
 DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
+#: sizes of a Domino head's recurrent state and of its correction, in dflash_config
+DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 #: family → (algorithm, slots of a block that do not draft and that its option counts)
-ALGORITHMS = {"dflash": ("DFLASH", 1), "dspark": ("DSPARK", 0), "jetspec": ("DFLASH", 1)}
+ALGORITHMS = {"dflash": ("DFLASH", 1), "dspark": ("DSPARK", 0), "jetspec": ("DFLASH", 1), "domino": ("DFLASH", 0)}
 #: algorithm → option with the size of a block
 BLOCK_OPTIONS = {"DFLASH": "--speculative-dflash-block-size", "DSPARK": "--speculative-dspark-block-size"}
 #: what to do with a head whose first slot drafts
@@ -68,6 +71,30 @@ def check_dflash(case: Case, remedy: str = AS_DSPARK) -> None:
 def check_causal(case: Case) -> None:
     """A causal block, which drafts as DFlash's does. The first slot cannot draft: DSPARK's block is not causal here."""
     check_dflash(case, FILL_IN)
+
+
+def check_domino(case: Case) -> None:
+    """DFLASH with a recurrent network's correction, whose settings stand in dflash_config. Its first slot drafts."""
+    config, nested = case.config, nested_of(case.config)
+    if _speculators(case):
+        return
+    case.require_architecture(DFLASH_ARCHITECTURES, config.get("architectures"))
+    if nested.get("projector_type") != "domino":
+        case.misread(f"{NESTED}.projector_type is {nested.get('projector_type')!r}: the correction is skipped")
+        return
+    state, rank = (integer(nested, name, f"config.json: {NESTED}", bounds=(1, 1 << 17)) for name in DOMINO_SIZES)
+    hidden = block_sizes(config, 0)["H"]
+    more = {
+        f"{GRU}weight_ih_l0": ("3g", "H"), f"{GRU}weight_hh_l0": ("3g", "g"),
+        f"{CORRECTION}0.weight": ("e", "H+g"), f"{CORRECTION}2.weight": ("V", "e"),
+    }  # fmt: skip
+    sizes = {"g": state, "3g": 3 * state, "e": rank, "H+g": hidden + state}
+    _shared(case, BlockLayout(block_sizes(config, 0)["layers"], more=more, sizes=sizes))
+    first = bool(nested.get("shift_label", nested.get("sample_from_anchor")))
+    if not first:
+        case.misread(f"{NESTED}.shift_label is not true: its Domino drafts from the first slot on")
+    check_block_size(case, config, first, BLOCK_OPTIONS["DFLASH"], slots=True)
+    case.note("its Domino drafts greedily, on one GPU, one token fewer than the block has slots")
 
 
 def check_dspark(case: Case) -> None:
@@ -121,7 +148,7 @@ def _shared(case: Case, layout: BlockLayout, markov_rank: int = 0) -> dict[str, 
     """The rules of both algorithms. Returns: the sizes."""
     config, nested = case.config, nested_of(case.config)
     ids = _ids(case, config, nested)
-    sizes = block_sizes({**config, "markov_rank": markov_rank}, len(ids))
+    sizes = block_sizes({**config, "markov_rank": markov_rank}, len(ids)) | layout.sizes
     token = nested.get("mask_token_id", config.get("mask_token_id"))
     if token is None and layout.markov is None:
         case.misread(f"{NESTED}.mask_token_id is missing: SGLang takes the tokenizer's <|MASK|>, or adds one")

@@ -77,6 +77,10 @@ SIZES = {
     # block heads: fc m·D·D, hidden_norm, norm; per layer q o, k v, MLP, two norms of D and two of the head's width. The
     # output matrix is the target's
     "smollm2-dflash": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
+    # and the GRU's three gates, W1 r·(D + G), W2 V·r
+    "smollm2-domino": (
+        5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 3 * 256 * (576 + 256) + 64 * (576 + 256) + 64 * 49152
+    ),
     "smollm2-jetspec": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
     # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
     "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 64 * (49152 + 16000) + 576 + 64 + 1,
@@ -101,7 +105,7 @@ def test_the_list_is_complete() -> None:
     expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3", "peagle")}
     expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3", "peagle")}
     expected |= {"smollm2-dflash", "smollm2-dspark", "qwen3-8b-dflash", "qwen3-8b-dspark", "llama-3.1-8b-dspark"}
-    expected |= {"smollm2-jetspec"}
+    expected |= {"smollm2-domino", "smollm2-jetspec"}
     assert set(RECIPES) == expected == set(SIZES)
 
 
@@ -182,7 +186,8 @@ def test_rope_of_the_targets() -> None:
 
 @pytest.mark.parametrize(
     ("name", "node"),
-    [(f"_{n}", "head") for n in ("eagle", "eagle3", "medusa", "hydra", "hydrapp", "dflash", "dspark", "jetspec")]
+    [(f"_{n}", "head") for n in ("eagle", "eagle3", "medusa", "hydra", "hydrapp")]
+    + [(f"_{n}", "head") for n in ("dflash", "domino", "dspark", "jetspec")]
     + [("_medusa2", "joint")],
 )
 def test_hyper_parameters_cite_their_source(name: str, node: str) -> None:
@@ -213,6 +218,7 @@ def test_block_heads_are_as_published() -> None:
     for name, layout, drafts in (
         ("qwen3-8b-dflash", False, 15), ("smollm2-dflash", False, 7), ("smollm2-jetspec", False, 7),
         ("qwen3-8b-dspark", True, 7), ("llama-3.1-8b-dspark", True, 7), ("smollm2-dspark", True, 8),
+        ("smollm2-domino", True, 8),
     ):  # fmt: skip
         recipe = load_recipe(name)
         with torch.device("meta"):
@@ -221,7 +227,8 @@ def test_block_heads_are_as_published() -> None:
         assert head.block_size == (drafts if layout else drafts + 1)
         assert recipe.eval.tree.kind == "chain" and recipe.eval.tree.depth <= drafts
         weights = {term.name: term.weight for term in head.terms}
-        assert weights.pop("confidence", None) == (1.0 if layout else None)
+        assert weights.pop("confidence", None) == (1.0 if name.endswith("dspark") else None)
+        assert weights.pop("base_kl", None) == (1.0 if name.endswith("domino") else None)
         published = {"ce": 0.1, "l1": 0.9} if layout else {"ce": 1.0}
         assert weights == ({"kl": 1.0} if name.startswith("smollm2") else published)
     with torch.device("meta"):

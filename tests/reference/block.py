@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Block:
         draft_ids: target id of every logit; None = all tokens.
         markov: None, or vanilla, gated, rnn.
         causal: slots do not see those behind them.
+        uncorrected: with a recurrent network's correction, the first drafts without it; None without such a network.
     """
 
     shape: Shape
@@ -31,6 +32,7 @@ class Block:
     draft_ids: list[int] | None = None
     markov: str | None = None
     causal: bool = False
+    uncorrected: int | None = None
 
 
 def layers_of(weights: Weights) -> list[str]:
@@ -86,6 +88,25 @@ def corrections(weights: Weights, block: Block, hidden: list[Tensor], previous: 
     return added
 
 
+def recurrent_corrections(
+    weights: Weights, ends: Ends, block: Block, hidden: list[Tensor], previous: list[int]
+) -> list[Tensor]:
+    """Domino's W2 SiLU(W1 [h ; g]), g the state of a GRU over the embeddings of all tokens so far (families §1b)."""
+    w_ih, w_hh = weights["prefix_gru.weight_ih_l0"], weights["prefix_gru.weight_hh_l0"]
+    size = w_hh.shape[1]
+    g, added = w_hh.new_zeros(size), []
+    for k, (h_D, token) in enumerate(zip(hidden, previous, strict=False)):
+        x, s = w_ih @ ends.embed_VD[token], w_hh @ g
+        r = torch.sigmoid(x[:size] + s[:size])
+        z = torch.sigmoid(x[size : 2 * size] + s[size : 2 * size])
+        n = torch.tanh(x[2 * size :] + r * s[2 * size :])
+        g = (1 - z) * n + z * g
+        e = weights["embed_proj.0.weight"] @ torch.cat([h_D, g])
+        change = weights["embed_proj.2.weight"] @ (e * torch.sigmoid(e))
+        added.append(change if k >= block.uncorrected else torch.zeros_like(change))
+    return added
+
+
 def block_logits(
     weights: Weights, ends: Ends, block: Block, hidden: list[Tensor], previous: list[int]
 ) -> list[Tensor]:
@@ -93,9 +114,13 @@ def block_logits(
     matrix_UD = ends.lm_head_VD if block.draft_ids is None else ends.lm_head_VD[block.draft_ids]
     matrix_UD = weights.get("lm_head.weight", matrix_UD)
     found = [matrix_UD @ h_D for h_D in hidden[: len(previous)]]
-    if block.markov is None:
+    if block.uncorrected is not None:
+        added = recurrent_corrections(weights, ends, block, hidden, previous)
+    elif block.markov is not None:
+        added = corrections(weights, block, hidden, previous)
+    else:
         return found
-    return [a + b for a, b in zip(found, corrections(weights, block, hidden, previous), strict=True)]
+    return [a + b for a, b in zip(found, added, strict=True)]
 
 
 def block_drafts(
@@ -152,6 +177,13 @@ def slot_terms(q: Tensor, p: Tensor, label: int) -> dict[str, Tensor]:
     }
 
 
+def by_reach(found: list[tuple[float, dict[str, Tensor]]]) -> list[tuple[float, dict[str, Tensor]]]:
+    """The slots of a block with D-PACE's weights."""
+    reach = [0.5 * math.exp(-slot["ce"].item()) + 0.5 for _, slot in found]
+    later = [math.prod(reach[: m + 1]) for m in range(len(found))]
+    return [(sum(later[k:]), slot) for k, (_, slot) in enumerate(found)]
+
+
 def block_loss(
     weights: Weights,
     ends: Ends,
@@ -161,13 +193,16 @@ def block_loss(
     depth_decay: float,
     dpace: bool = False,
     confidence: bool = False,
+    base: bool = False,
 ) -> BlockSums:
     """Σ w · term of every kind, and of the confidence head's cross-entropy, over all anchors.
 
     A slot carries a loss while all labels up to its own can be drafted. w of draft k: depth_decay^(k - 1); D-PACE: the
-    sum over the later slots of the probability of getting there, and its divisor counts slots.
+    sum over the later slots of the probability of getting there, and its divisor counts slots. With `base`, every term
+    once more, of the logits without the correction.
     """
-    terms = [*kinds, *(["confidence"] if confidence else [])]
+    terms = [*kinds, *(kinds if base else ()), *(["confidence"] if confidence else [])]
+    plain = replace(block, markov=None, uncorrected=None)
     zero = torch.zeros((), dtype=ends.lm_head_VD.dtype)
     zeros = [[0] * block.depth for _ in range(3)]
     sums = BlockSums([zero] * len(terms), [0.0] * len(terms), zeros[0], zeros[1], 0, zeros[2])
@@ -186,8 +221,10 @@ def block_loss(
             active = 0
             while active < reached and labels[active] in listed:
                 active += 1
+            if base:
+                plain_logits = block_logits(weights, ends, plain, hidden, document.tokens[t + 1 : t + 1 + reached])
             sums.covered += active > 0
-            found, all_hit = [], True
+            found, found_plain, all_hit = [], [], True
             for k in range(1, reached + 1):
                 q = torch.softmax(logits[k - 1], 0)
                 hit = listed[int(q.argmax())] == greedy_choice(ends, document, t, k)
@@ -208,12 +245,14 @@ def block_loss(
                         sums.means["overlap"] += goal.item()
                     sums.slots += 1
                     found.append((depth_decay ** (k - 1), slot))
+                    if base:
+                        q = torch.softmax(plain_logits[k - 1], 0)
+                        found_plain.append((depth_decay ** (k - 1), slot_terms(q, p, listed.index(labels[k - 1]))))
             if dpace:
-                reach = [0.5 * math.exp(-slot["ce"].item()) + 0.5 for _, slot in found]
-                later = [math.prod(reach[: m + 1]) for m in range(len(found))]
-                found = [(sum(later[k:]), slot) for k, (_, slot) in enumerate(found)]
-            for k, (weight, slot) in enumerate(found):
+                found, found_plain = by_reach(found), by_reach(found_plain)
+            for k in range(len(found)):
                 for n, term in enumerate(terms):
+                    weight, slot = (found_plain if base and len(kinds) <= n < 2 * len(kinds) else found)[k]
                     # the confidence head's term is not weighed by D-PACE
                     own = 1.0 if dpace and term == "confidence" else weight
                     sums.loss[n] = sums.loss[n] + own * slot[term]

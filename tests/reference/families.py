@@ -17,6 +17,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.families import (
     FAMILIES,
     DFlashConfig,
+    DominoConfig,
     DSparkConfig,
     Eagle3Config,
     EagleConfig,
@@ -134,7 +135,8 @@ def block_of(head: Any) -> Block:
     ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
     c = head.config
     markov = getattr(c, "markov_head", None)
-    return Block(shape_of(head), c.depth, c.sample_from_anchor, c.mask_token_id, ids, markov, head.causal)
+    return Block(shape_of(head), c.depth, c.sample_from_anchor, c.mask_token_id, ids, markov, head.causal,
+                 getattr(c, "uncorrected", None))  # fmt: skip
 
 
 def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Any:
@@ -144,7 +146,8 @@ def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -
     dpace = c.weighting == "dpace"
     if head.lm_head is not None:  # frozen
         weights = {**weights, "lm_head.weight": head.lm_head.weight.detach().double()}
-    return block_loss(weights, ends, documents, block_of(head), kinds, c.depth_decay, dpace, confident)
+    return block_loss(weights, ends, documents, block_of(head), kinds, c.depth_decay, dpace, confident,
+                      getattr(c, "base_weight", 0) > 0)  # fmt: skip
 
 
 def _peagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
@@ -184,6 +187,10 @@ def dflash(**fields: Any) -> DFlashConfig:
 
 def dspark(**fields: Any) -> DSparkConfig:
     return DSparkConfig(**{**BLOCK, "markov_rank": 6, **REDUCED, **fields})
+
+
+def domino(**fields: Any) -> DominoConfig:
+    return DominoConfig(**{**BLOCK, "correction_rank": 6, "gru_size": 10, **fields})
 
 
 def jetspec(**fields: Any) -> JetSpecConfig:
@@ -376,6 +383,30 @@ REFERENCES: dict[str, Reference] = {
             "gated, whole vocabulary": {"markov_head": "gated", "draft_vocab_size": 0},
             "rnn": {"markov_head": "rnn"},
             "whole vocabulary, fill in": {"draft_vocab_size": 0, "sample_from_anchor": False},
+        },
+    ),
+    "domino": Reference(
+        twin=_block,
+        examples={
+            "anchor first": Example(domino()),
+            "draft vocabulary, corrected from the first": Example(
+                domino(uncorrected=0, **REDUCED), refused=NOT_SGLANG
+            ),
+            "fill in, without the base's loss": Example(
+                domino(sample_from_anchor=False, base_weight=0.0), refused=NOT_SGLANG
+            ),
+            "kl and ce": Example(domino(kl_weight=0.5, uncorrected=2, base_weight=0.7), loss_only=True),
+            "d-pace": Example(domino(weighting="dpace"), loss_only=True),
+        },
+        random=domino(anchor_share=0.2),
+        small=lambda vocab: DominoConfig(
+            depth=4, layers=2, feature_layers=[1, 2, 3], mask_token_id=vocab - 1, correction_rank=8, gru_size=12,
+        ),
+        steps=25,
+        variants={
+            "fill in, draft vocabulary, all corrected": {
+                "sample_from_anchor": False, "draft_vocab_size": 50, "uncorrected": 0,
+            },
         },
     ),
     "jetspec": Reference(

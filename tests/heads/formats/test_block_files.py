@@ -44,6 +44,7 @@ from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families.dflash.head import DFlashConfig
+from headstart.heads.families.domino.head import DominoConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.families.jetspec.head import JetSpecConfig
 from headstart.heads.formats import check_embeddings, load_head, save_head
@@ -173,7 +174,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], str]
     "interleaved rope": (F, {"is_neox_style": False}, same, "is_neox_style is False"),
     "interleaved rope, in SGLang's words": (F, {"rope_is_neox_style": False}, same, "rope_is_neox_style is False"),
     "convolutions of DFlash 2": (F, nested(conv_kernel_size=2), same, "conv_kernel_size is 2"),
-    "Domino": (F, nested(projector_type="domino"), same, "projector_type is 'domino'"),
+    "Domino without its sizes": (F, nested(projector_type="domino"), same, "gru_hidden_dim is None"),
+    "Domino without its network": (
+        F, nested(projector_type="domino", gru_hidden_dim=5, emb_dim=4), same, "prefix_gru.weight_ih_l0",
+    ),
+    "another projector": (F, nested(projector_type="causal_v5"), same, "projector_type is 'causal_v5'"),
     "soft-capped logits": (F, nested(final_logit_softcapping=30.0), same, "final_logit_softcapping is 30"),
     "scaled logits": (F, {"logit_scale": 0.5}, same, "logit_scale is 0.5"),
     "another target's depth": (F, {"num_target_layers": 36}, same, "num_target_layers is 36 and the target has 8"),
@@ -234,6 +239,7 @@ HEADS = {
     "DFlash, anchor first, draft vocabulary": DFlashConfig(
         layers=1, depth=3, mask_token_id=90, sample_from_anchor=True, draft_vocab_size=U, feature_layers=[3]
     ),
+    "Domino": DominoConfig(layers=2, mask_token_id=90, gru_size=5, correction_rank=4, uncorrected=2),
     "JetSpec": JetSpecConfig(layers=2, mask_token_id=90),
     "DSpark": DSparkConfig(layers=2, mask_token_id=90, markov_rank=6),
     "DSpark, draft vocabulary, no confidence": DSparkConfig(
@@ -275,6 +281,27 @@ def test_config_json_of_dflash(tmp_path: Path) -> None:
     assert not {"eagle_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids", "mask_token_id"} & set(config)
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names == set(dflash_tensors())
+
+
+def test_config_json_of_domino(tmp_path: Path) -> None:
+    """As the authors write it: the settings inside dflash_config, the tensors without a prefix of their own."""
+    save_head(our_head(HEADS["Domino"]), tmp_path, {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 7
+    assert config["dflash_config"] == {
+        "mask_token_id": 90, "target_layer_ids": [1, 3, 5], "causal": False, "projector_type": "domino",
+        "shift_label": True, "gru_hidden_dim": 5, "emb_dim": 4, "pure_draft_prefix_len": 2,
+    }  # fmt: skip
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert {name: shapes.pop(name) for name in sorted(set(shapes) - set(dflash_tensors()))} == {
+        "embed_proj.0.weight": (4, D + 5), "embed_proj.2.weight": (V, 4),
+        "prefix_gru.weight_hh_l0": (15, 5), "prefix_gru.weight_ih_l0": (15, D),
+    }  # fmt: skip
+    # the authors' own config says nothing in our words
+    del config["sample_from_anchor"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "headstart.json").unlink()
+    assert load_head(tmp_path, DIMS).config.sample_from_anchor
 
 
 def test_config_json_of_jetspec_says_causal_in_both_places(tmp_path: Path) -> None:

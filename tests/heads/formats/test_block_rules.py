@@ -391,6 +391,7 @@ def test_exports(tmp_path: Path, config: Any, engines: set[str], engine: str) ->
     ("llama-3.1-8b-dspark", "Llama-3.1-8B-Instruct", "drafts 7 tokens, mask token 128002"),
     ("smollm2-dflash", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
     ("smollm2-dspark", "smollm2-135m-instruct", "a block of 8 slots drafts 8 tokens"),
+    ("smollm2-domino", "smollm2-135m-instruct", "a block of 8 slots drafts 8 tokens"),
     ("smollm2-jetspec", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
 ])  # fmt: skip
 def test_what_shipped_recipes_export_is_known_before_training(recipe: str, target: str, words: str) -> None:
@@ -411,11 +412,12 @@ def test_launch_commands() -> None:
     """Each engine counts a block in its own way: drafts, slots, or gamma."""
     for name, method, block in (
         ("dflash", "dflash", "dflash-block-size 8"), ("dspark", "dspark", "dspark-block-size 7"),
-        ("jetspec", "dflash", "dflash-block-size 8"),
+        ("jetspec", "dflash", "dflash-block-size 8"), ("domino", "dflash", "dflash-block-size 7"),
     ):  # fmt: skip
         side = {"type": name, "config": {"depth": 7}, "target": {"name": "a/b"}}
-        commands = launch_commands("user/head", side, ["vllm", "sglang"])
-        assert f'"method": "{method}", "model": "user/head", "num_speculative_tokens": 7' in commands["vllm"]
+        commands = launch_commands("user/head", side, ["sglang"] if name == "domino" else ["vllm", "sglang"])
+        said = f'"method": "{method}", "model": "user/head", "num_speculative_tokens": 7'
+        assert name == "domino" or said in commands["vllm"]
         assert commands["sglang"] == (
             f"python -m sglang.launch_server --model-path a/b --speculative-algorithm {method.upper()} "
             f"--speculative-draft-model-path user/head --speculative-{block}"

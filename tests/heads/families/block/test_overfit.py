@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import build_head
 from headstart.heads.families.dflash.head import DFlashConfig
+from headstart.heads.families.domino.head import DominoConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.families.jetspec.head import JetSpecConfig
 from headstart.heads.targets.target import Target, TargetConfig
@@ -40,8 +41,12 @@ def conversations() -> tuple[Target, FeatureBatch]:
         # a random target is unsure of its tokens: by its distribution alone, some stay as likely as the right one
         DSparkConfig(depth=DEPTH, layers=2, mask_token_id=0, markov_rank=16, ce_weight=1.0),
         JetSpecConfig(depth=DEPTH, layers=2, mask_token_id=0, kl_weight=0.0, ce_weight=1.0),
+        DominoConfig(depth=DEPTH, layers=2, mask_token_id=0, correction_rank=16, gru_size=32),
     ],
-    ids=["fill in, cross-entropy", "anchor first, labels and total variation, markov head", "causal, cross-entropy"],
+    ids=[
+        "fill in, cross-entropy", "anchor first, labels and total variation, markov head", "causal, cross-entropy",
+        "recurrent correction, share of the base",
+    ],
 )
 def test_it_learns_eight_conversations_by_heart(config):
     target, batch = conversations()
@@ -50,7 +55,7 @@ def test_it_learns_eight_conversations_by_heart(config):
     head.initialise(target.ends)
     batch = target.extract(batch, head.spec)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
-    scale_T = head.term_weights() / head.loss_counts(batch)
+    count_T = head.loss_counts(batch)
     whole = batch.anchors.depths_A == DEPTH
 
     def walked() -> float:
@@ -59,7 +64,8 @@ def test_it_learns_eight_conversations_by_heart(config):
             return float(head.loss(batch, target.ends.teacher).run_A[whole].float().mean())
 
     before = walked()
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        scale_T = head.term_weights((step + 1) / STEPS) / count_T
         optimizer.zero_grad()
         (head.loss(batch, target.ends.teacher, scale_T).sum_T * scale_T).sum().backward()
         optimizer.step()

@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.heads.errors import ConfigError
 
-TREE_KINDS = ("chain", "dynamic", "static")
+TREE_KINDS = ("chain", "dynamic", "static", "ddtree")
 DRAFTER_SETTINGS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 VERIFICATION = ("block", "token")
@@ -29,8 +29,9 @@ LIMITS = ("limit", "limit_per_task", "max_turns")
 class TreeConfig:
     """What is drafted before each verification."""
 
-    #: Shape of the draft: chain, dynamic (EAGLE-2's tree, for heads that read the tokens drafted before) or static
-    #: (Medusa's tree: ranks of the heads' candidates).
+    #: Shape of the draft: chain, dynamic (EAGLE-2's tree, for heads that read the tokens drafted before), static
+    #: (Medusa's tree: ranks of the heads' candidates) or ddtree (DDTree: the most likely paths of each cycle, for heads
+    #: whose drafts do not depend on the ones before them).
     kind: str = "chain"
     #: Tokens of the chain, or levels of the tree. A head with fewer depths drafts only those that it has.
     depth: int = 5
@@ -264,6 +265,6 @@ def tree_label(tree: TreeConfig, nodes: int) -> str:
     """
     if nodes == 0:
         return "plain"
-    if tree.kind == "dynamic":
-        return f"tree{tree.total_tokens}"
+    if tree.kind in ("dynamic", "ddtree"):
+        return f"{'tree' if tree.kind == 'dynamic' else tree.kind}{tree.total_tokens}"
     return f"{tree.kind}{nodes}"

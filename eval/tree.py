@@ -42,8 +42,8 @@ class Tree:
         q_BNV: the distribution that each node's token was drawn from; None = point mass (the tree is a function of the
             context). Siblings share one q and were drawn without replacement, in index order.
         linear: whether every node's parent is the node before it (a chain): accepted KV is then in its place already.
-        score_BN: how sure the draft is of each node, or None. Dynamic trees give the cumulative log-probability that
-            they chose their nodes by; it is never above the parent's.
+        score_BN: how sure the draft is of each node, or None. Dynamic trees and trees over marginals give the
+            cumulative log-probability that they chose their nodes by; it is never above the parent's.
     """
 
     tokens_BN: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -55,10 +55,13 @@ BLOCK = Drafting(
     block_everywhere,
 )
 
+#: block heads none of whose drafts depends on the ones before it
+BLOCK_MARGINALS = replace(BLOCK, kinds=("chain", "ddtree"))
+
 #: head family, or method without a head → how it drafts
 DRAFTERS: dict[str, Drafting] = {
     "medusa": Drafting(
-        ("chain", "static"),
+        ("chain", "static", "ddtree"),
         lambda head, config: MedusaDrafter(head, config.tree, Sampling.from_config(config)),
         medusa_everywhere,
         shared_candidates=True,
@@ -70,12 +73,12 @@ DRAFTERS: dict[str, Drafting] = {
     ),
     "eagle": AUTOREGRESSIVE,
     "eagle3": AUTOREGRESSIVE,
-    "dflash": BLOCK,
+    "dflash": BLOCK_MARGINALS,
     "dspark": BLOCK,
     "domino": BLOCK,
     "jetspec": BLOCK,
     "peagle": Drafting(
-        ("chain",),
+        ("chain", "ddtree"),
         lambda head, config: ParallelDrafter(head, config.tree, Sampling.from_config(config)),
         parallel_everywhere,
     ),
@@ -121,9 +124,9 @@ def require_drafting(head: Head | None, config: EvalConfig) -> Drafting | None:
     if drafting is None or head is None or config.drafter != "auto":
         return drafting  # a method without a head drafts a chain, whatever eval.tree.kind says
     if config.tree.kind not in drafting.kinds:
-        chain, *trees = drafting.kinds
+        chain, *trees = (kind if kind in ("chain", "ddtree") else f"{kind} tree" for kind in drafting.kinds)
         raise ConfigError(
-            f"eval.tree.kind: {head.family} drafts a {chain}{''.join(f' or a {kind} tree' for kind in trees)}, found "
+            f"eval.tree.kind: {head.family} drafts a {chain}{''.join(f' or a {tree}' for tree in trees)}, found "
             f"{config.tree.kind!r}: set eval.tree.kind={chain}"
         )
     return drafting

@@ -1,4 +1,6 @@
-"""Block heads as drafters: one forward drafts all tokens of a chain (arXiv 2602.06036, 2607.05147).
+"""Block heads as drafters: one forward drafts all tokens (arXiv 2602.06036, 2607.05147).
+
+They are laid out as a chain or, where no draft depends on the ones before it, as a tree over marginals.
 
 The KV cache of the draft layers holds keys and values made from the target's features of committed rows, one row per
 token before the root. The slots of a block stand behind them: the root's at its own position, then the mask tokens'.
@@ -30,6 +32,7 @@ from headstart.eval.kernels.block_input import BlockInput, block_input
 from headstart.eval.kernels.context_store import ContextStore, context_store
 from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.marginals import drafted_marginals
 from headstart.eval.kernels.walk import Walk, walk
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
@@ -117,7 +120,7 @@ class BlockPass:
 
 
 class BlockDrafter:
-    """Drafts a chain with a BlockHead bound to its target. The first `start` copies its weights.
+    """Drafts with a BlockHead bound to its target. The first `start` copies its weights.
 
     A correction of the logits that is no table (`walk_step`) runs on the head's own weights.
     """
@@ -128,7 +131,10 @@ class BlockDrafter:
         self.head, self.tree, self.sampling = head, tree, sampling
         self.name = head.family
         self.spec: FeatureSpec | None = head.spec
-        self.max_nodes = min(tree.depth, head.depth)
+        self.depth = self.max_nodes = min(tree.depth, head.depth)
+        self.marginals = drafted_marginals(tree, self.depth, head.draft_vocab_size or head.dims.vocab_size)
+        if self.marginals is not None:
+            self.depth, self.max_nodes = len(self.marginals.levels), self.marginals.nodes
         self.prepare_s = 0.0
         self.step: BlockPass
         self.kv: Buffers
@@ -199,13 +205,15 @@ class BlockDrafter:
         synchronize(device)  # do not count the target's prefill, which may still run
         began = time.perf_counter()
         if not ready:
-            self.step = BlockPass(self.head, slots, self.max_nodes)
+            self.step = BlockPass(self.head, slots, self.depth)
         if not placed:
             dims = self.head.dims
             shapes = [(dims.num_kv_heads, dims.head_dim)] * len(self.step.layers)
             self.kv = Buffers(shapes, batch, slots, self.step.dtype, device)
             # captured cycles read its parents and depths, so they must stay where they are
-            self._chain = chain(torch.zeros((batch, self.max_nodes), dtype=torch.int64, device=device))
+            self._chain = chain(torch.zeros((batch, self.depth), dtype=torch.int64, device=device))
+            if self.marginals is not None:
+                self.marginals = self.marginals.to(device)
             self.length_B = torch.zeros_like(context.count_B)
             compile_ahead(lambda: self._compile_start(context))
         self._made = True
@@ -221,6 +229,11 @@ class BlockDrafter:
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         hidden_KBD = self.step.hidden(roots_B, self.length_B, self.kv)
         logits_KBU = self.step.logits(hidden_KBD)
+        if self.marginals is not None:
+            # only the context's tokens are penalised: nodes of one depth and rank share a token
+            seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
+            log_p_KBR, ids_KBR = self.marginals.marginals(penalise(logits_KBU, self.sampling, seen_BU))
+            return self.marginals.tree((log_p_KBR.transpose(0, 1), ids_KBR.transpose(0, 1)), self.head.draft_ids_U)
         tokens_BK, q_BKU = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
         if q_BKU is not None:
             q_BKU = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)

@@ -1,4 +1,4 @@
-"""Medusa as a drafter: all depths from one feature, laid out as a chain or a static tree (methods §1)."""
+"""Medusa as a drafter: all depths from one feature, as a chain, a static tree (methods §1) or a tree over marginals."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
 from headstart.eval.kernels.candidates import top_ids
 from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.marginals import drafted_marginals
 from headstart.eval.tree import Tree, chain, drafted_shape
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.medusa.head import MedusaHead
@@ -32,6 +33,9 @@ class MedusaDrafter:
         self.shape = drafted_shape(tree, self.depth, head.dims.vocab_size)
         if self.shape is not None:
             self.max_nodes = len(self.shape.parent_N)
+        self.marginals = drafted_marginals(tree, self.depth, head.dims.vocab_size)
+        if self.marginals is not None:
+            self.max_nodes = self.marginals.nodes
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -51,6 +55,8 @@ class MedusaDrafter:
         self.hidden_BD = context.last_features()
         if self.shape is not None:
             self.shape = self.shape.to(context.tokens_BJ.device)
+        if self.marginals is not None:
+            self.marginals = self.marginals.to(context.tokens_BJ.device)
         vocab = self.head.dims.vocab_size
         self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, vocab)
 
@@ -64,11 +70,15 @@ class MedusaDrafter:
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         logits_BKV = self.head.draft_logits(self.hidden_BD)[:, : self.depth]
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
-        if self.shape is None:
+        if self.shape is None and self.marginals is None:
             return self._chain(logits_BKV, generator)
         # nodes of one depth and rank share a token, whatever their paths: only the context's tokens are penalised
         seen_B1V = None if self.seen_BV is None else self.seen_BV[:, None]
-        return self.shape.fill(top_ids(penalise(logits_BKV, self.sampling, seen_B1V), self.shape.ranks))
+        logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
+        if self.marginals is not None:
+            return self.marginals.tree(self.marginals.marginals(logits_BKV), None)
+        assert self.shape is not None
+        return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))
 
     def _chain(self, logits_BKV: Tensor, generator: torch.Generator | None) -> Tree:
         """One token of every head. A repetition penalty counts the drafts before it too, as the target's does."""

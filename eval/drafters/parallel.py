@@ -1,4 +1,4 @@
-"""P-EAGLE as a drafter: a whole chain from one pass (families §2).
+"""P-EAGLE as a drafter: a whole chain, or a tree over marginals, from one pass (families §2).
 
 The pass runs the newly committed rows, whose features are the target's, and K - 1 masked places behind them. The last
 committed row drafts the first token and the places draft the others. Keys and values of masked places are scratch, as
@@ -15,24 +15,32 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.sampling import add_seen, draw, penalise, probabilities
+from headstart.eval.config import TreeConfig
+from headstart.eval.decoding.sampling import Sampling, add_seen, draw, penalise, probabilities
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.line_up import line_up
 from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.marginals import drafted_marginals
 from headstart.eval.tree import Tree
 from headstart.heads.families.peagle.head import PEagleHead
 
 
 class ParallelDrafter(AutoregressiveDrafter):
-    """Drafts chains with a P-EAGLE head bound to its target.
+    """Drafts chains and trees over marginals with a P-EAGLE head bound to its target.
 
     The first `start` copies its weights. It raises ConfigError for a head whose mask token is not known.
     """
 
     head: PEagleHead
+
+    def __init__(self, head: PEagleHead, tree: TreeConfig, sampling: Sampling):
+        super().__init__(head, tree, sampling)
+        self.marginals = drafted_marginals(tree, tree.depth, head.draft_vocab_size or head.dims.vocab_size)
+        if self.marginals is not None:
+            self.max_nodes = self.marginals.nodes
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         depth = self.tree.depth
@@ -44,6 +52,8 @@ class ParallelDrafter(AutoregressiveDrafter):
         places, mask_1kD = self.tree.depth - 1, self.head.mask_hidden.detach().view(1, 1, *self._streams())
         self._mask_tokens = torch.full((batch, places), self.head.mask_token, dtype=torch.int64, device=device)
         self._mask_g = self.step.fuse(mask_1kD, mask_1kD).expand(batch, places, -1).contiguous()
+        if self.marginals is not None:
+            self.marginals = self.marginals.to(device)
         # behind the last committed row, whose column each cycle finds, the columns of the masked places
         self._columns_P = self.width + torch.arange(places, device=device)
 
@@ -64,6 +74,12 @@ class ParallelDrafter(AutoregressiveDrafter):
         drafting_BK = torch.cat((lined.last_B1, self._columns_P.expand(len(roots_B), -1)), 1)
         _, logits_BKU = self._pass(tokens_BN, g_BNH, visibility, drafting_BK)
         self.length_B = lined.length_B
+        if self.marginals is not None:
+            # only the context's tokens are penalised: nodes of one depth and rank share a token
+            seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
+            seen_B1U = None if seen_BU is None else seen_BU[:, None]
+            logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
+            return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U)
         tokens_BK, q_BKV = self._drawn(logits_BKU, generator)
         return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV)
 

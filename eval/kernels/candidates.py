@@ -18,6 +18,7 @@ from headstart.eval.kernels.launch import await_previous, launch, launch_options
 from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, expand, select
 from headstart.heads.kernels.device import wants_kernel
+from headstart.heads.numerics import wide
 
 #: most children per node that the kernels take: each child costs one more search over the logits
 MAX_K = 16
@@ -178,6 +179,28 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
     if not wants_kernel(logits) or k > MAX_K:
         return logits.topk(k, dim=-1).indices
     return best_kernel(logits.reshape(-1, logits.shape[-1]), k)[1].view(*logits.shape[:-1], k)
+
+
+def top_log_p(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of […, U], best first: their log p […, k] at temperature 1, never above 0, and int64 ids.
+
+    log p is at least float32. It is -inf where a logit is not a number.
+    """
+    if not wants_kernel(logits):
+        values, ids = logits.topk(k, dim=-1)
+        return _log_p(values, wide(logits).logsumexp(-1)), ids
+    logits_RU = logits.reshape(-1, logits.shape[-1])
+    # more than MAX_K: only the sum is of use
+    values_Rk, ids_Rk, total_R = best_kernel(logits_RU, k if k <= MAX_K else 1)
+    if k > MAX_K:
+        values_Rk, ids_Rk = logits_RU.topk(k, dim=-1)
+    log_p_Rk, shape = _log_p(values_Rk, total_R), (*logits.shape[:-1], k)
+    return log_p_Rk.view(shape), ids_Rk.view(shape)
+
+
+def _log_p(values: Tensor, total: Tensor) -> Tensor:
+    """Args: total: log Σ exp. Never above 0, even by rounding, so that no score is above its parent's."""
+    return (wide(values) - total[..., None]).clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def best_kernel(logits_RU: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,10 +34,12 @@ def is_calibrated(tree: TreeConfig) -> bool:
 
 
 def tree_name(tree: TreeConfig) -> str:
-    """A short name, such as `chain3`, `dynamic k10 d6 n47`, `static n15` (calibrated) or `published n63`."""
+    """A short name, such as `chain3`, `dynamic k10 d6 n47`, `ddtree d8 n31`, `static n15` or `published n63`."""
     nodes = node_count(tree)
     if tree.kind == "dynamic":
         return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
+    if tree.kind == "ddtree":
+        return f"ddtree d{tree.depth} n{nodes}"
     if tree.kind == "chain":
         return f"chain{nodes}"
     return f"{'published' if is_published(tree) else 'static'} n{nodes}"

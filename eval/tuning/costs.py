@@ -38,17 +38,22 @@ def node_count(tree: TreeConfig) -> int:
         return tree.depth
     if tree.kind == "static":
         return len(static_paths(tree, tree.depth))
+    if tree.kind == "ddtree":
+        return tree.total_tokens - 1
     return min(tree.total_tokens - 1, tree.k + (tree.depth - 1) * tree.k**2)
 
 
 def drafting_of(tree: TreeConfig) -> str:
-    """What a tree is drafted by: "chain", "static" or "dynamic<k>". Trees of equal name differ in `draft_size` only."""
+    """What a tree is drafted by: its kind, or "dynamic<k>". Trees of equal name differ in `draft_size` only."""
     return f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind
 
 
 def draft_size(tree: TreeConfig) -> int:
-    """What drafting takes longer with: levels, of a static tree nodes (which say more of it than its levels do)."""
-    return node_count(tree) if tree.kind == "static" else tree.depth
+    """What drafting takes longer with: levels, or nodes.
+
+    Nodes say more of a static tree than its levels do, and of a tree over marginals all levels come from one pass.
+    """
+    return node_count(tree) if tree.kind in ("static", "ddtree") else tree.depth
 
 
 @dataclass

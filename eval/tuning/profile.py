@@ -1,8 +1,8 @@
 """Acceptance profiles: from one run with a large tree, the acceptance length of every smaller tree of its kind.
 
 A run tells, for each of its cycles, what a smaller tree would have accepted. A shorter chain is a prefix of the longest
-one. A smaller dynamic tree keeps the candidates with the best scores, and a parent's score is never below its
-children's. Static trees are told of in static.py.
+one. A smaller dynamic tree, or tree over marginals, keeps the candidates with the best scores, and a parent's score is
+never below its children's. Static trees are told of in static.py.
 Shape legend: B batch, N nodes, K levels, C cycles.
 """
 
@@ -51,7 +51,7 @@ class ChainProfile:
 
 @dataclass(frozen=True)
 class DynamicProfile:
-    """Cycles of the largest dynamic tree with one `k`.
+    """Cycles of the largest dynamic tree with one `k`, or of the largest tree over marginals.
 
     Attributes:
         rank_CKK: int [C, K, K]: entry (c, j - 1, d - 1) is the rank (from 0) of the accepted node of level j among the
@@ -131,7 +131,7 @@ def ranks_by_depth(tree: Tree) -> Tensor:
     Deeper nodes rank last. Of equal scores the node that stands first, the shallower one, ranks first, as in `select`.
     """
     if tree.score_BN is None:
-        raise ValueError("the tree carries no scores: only dynamic trees rank their nodes")
+        raise ValueError("the tree carries no scores: only dynamic trees and trees over marginals do")
     ranks = []
     for depth in range(1, tree.levels + 1):
         inside_BN = tree.valid_BN & (tree.depth_BN <= depth)

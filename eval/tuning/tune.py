@@ -159,6 +159,9 @@ def compared_trees(
         for depth in range(1, search.depth + 1):
             sizes = {node_count(TreeConfig("dynamic", depth, k, total)) for total in search.total_tokens}
             trees += [TreeConfig("dynamic", depth, k, nodes + 1) for nodes in sorted(sizes) if nodes > 1]
+    # one pass drafts all depths, so a tree over marginals has them all: what is chosen is how many nodes pay
+    sizes = {total for total in search.total_tokens if "ddtree" in profiles}
+    trees += [TreeConfig("ddtree", search.depth, total_tokens=total) for total in sorted(sizes)]
     static = profiles.get("static")
     if isinstance(static, StaticProfile):
         sizes = {total - 1 for total in search.total_tokens} | ({node_count(reference)} if reference else set())
@@ -218,6 +221,8 @@ class _Session:
         trees = [TreeConfig("chain", depth)]
         if "dynamic" in drafting.kinds:
             trees += [TreeConfig("dynamic", depth, k, most) for k in self.search.k]
+        if "ddtree" in drafting.kinds:
+            trees.append(TreeConfig("ddtree", depth, total_tokens=most))
         if "static" in drafting.kinds:
             trees.append(recorded_tree(depth, min(PUBLISHED_RANKS, self.draftable), drafting.shared_candidates))
         self.total = len(trees) * -(-len(self.contexts) // PROFILE_BATCH)
@@ -251,7 +256,7 @@ class _Session:
         if shape is not None:
             profile = StaticProfile(np.concatenate(ranks), shape.ranks)
         else:
-            profile = recorder.dynamic_profile() if tree.kind == "dynamic" else recorder.chain_profile()
+            profile = recorder.dynamic_profile() if recorder.ranks else recorder.chain_profile()
         if not profile.cycles:
             raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
         return profile, lengths

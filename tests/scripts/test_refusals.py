@@ -104,11 +104,11 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     ),
     "a tree that the head does not draft": (
         "Llama", {}, ["head={type: medusa, depth: 2}", "eval.tree.kind=dynamic"],
-        ConfigError, "eval.tree.kind: medusa drafts a chain or a static tree, found 'dynamic': set eval.tree.kind",
+        ConfigError, "eval.tree.kind: medusa drafts a chain or a static tree or a ddtree, found 'dynamic': set",
     ),
     "a tree for blocks": (
-        "Llama", {"vocab_size": 260}, ["head={type: dflash, depth: 3}", "eval.tree.kind=dynamic"],
-        ConfigError, "eval.tree.kind: dflash drafts a chain, found 'dynamic': set eval.tree.kind=chain",
+        "Llama", {"vocab_size": 260}, ["head={type: dspark, depth: 3}", "eval.tree.kind=ddtree"],
+        ConfigError, "eval.tree.kind: dspark drafts a chain, found 'ddtree': set eval.tree.kind=chain",
     ),
     "no token to mask with": (
         "Llama", {}, ["head={type: dspark, depth: 3}"], ConfigError, "head.mask_token_id: found null, and no token of",

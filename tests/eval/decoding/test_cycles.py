@@ -33,7 +33,9 @@ from headstart.heads.targets.target import Target
 
 CHAIN, DYNAMIC, STATIC = TreeConfig("chain", 4), TreeConfig("dynamic", 3, 3, 12), TreeConfig("static", 3, 3, 20)
 Heads = Callable[[str], Trained]
-TREES = {"chain": CHAIN, "dynamic": DYNAMIC, "static": STATIC}
+#: more ranks than the kernels search for
+DDTREE = TreeConfig("ddtree", 3, total_tokens=24)
+TREES = {"chain": CHAIN, "dynamic": DYNAMIC, "static": STATIC, "ddtree": DDTREE}
 #: (family, tree) of every head family
 WAYS = [(family, TREES[kind]) for family, kind in HEAD_TREES]
 

@@ -68,8 +68,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "min_p": 0.03, "repetition_penalty": 1.2},
     "token by token": {"temperature": 1.0, "verification": "token"},
 }
-#: head (None = n-gram), tree, whether a chain draws its tokens; trees always do
-WAYS: list[tuple[str | None, str, bool]] = [(family, kind, True) for family, kind in FAMILY_TREES]
+#: kinds of trees that hold what a head finds most likely, level by level: an untrained one is rarely right twice
+LIKELIEST = ("ddtree",)
+#: head (None = n-gram), tree, whether two drafts of a cycle are right now and then: drawn ones are, and most trees'
+WAYS: list[tuple[str | None, str, bool]] = [(family, kind, kind not in LIKELIEST) for family, kind in FAMILY_TREES]
 WAYS += [(family, kind, False) for family, kind in FAMILY_TREES if kind == "chain"]
 WAYS += [(None, "chain", False)]
 #: drafters of the same families that compute q otherwise
@@ -133,7 +135,7 @@ def sample(
 
 #: every drafter with none and with all of them; one drafter of each verification rule with each
 CASES = [(*drafter, name) for drafter in WAYS + VARIANTS for name in ("temperature 1", "all")]
-CASES += [(*one, name) for one in {kind: (family, kind, True) for family, kind in FAMILY_TREES}.values()
+CASES += [(*one, name) for one in {kind: (head, kind, drawn) for head, kind, drawn in WAYS if head and drawn}.values()
           for name in ("top-k", "top-p", "min-p")]  # fmt: skip
 #: the other lossless rule of drawn chains
 CASES += [("eagle3", "chain", True, "token by token")]

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import BLOCK, DRAFTERS, layer
+from headstart.eval.drafters import DRAFTERS, layer
 from headstart.eval.drafters.block import BlockDrafter, block_everywhere
 from headstart.eval.drafters.layer import all_start_widths
 from headstart.eval.kernels.capture import capture
@@ -30,7 +30,7 @@ from headstart.heads.kernels.device import eager_twins
 from headstart.heads.targets.target import Target
 
 Heads = Callable[[str], Trained]
-NAMES = [name for name, family in DRAFTING_HEADS.items() if DRAFTERS[family] is BLOCK]
+NAMES = [name for name, family in DRAFTING_HEADS.items() if DRAFTERS[family].draft_everywhere is block_everywhere]
 each_head = pytest.mark.parametrize("name", NAMES)
 
 

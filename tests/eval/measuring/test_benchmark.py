@@ -316,7 +316,7 @@ def test_evaluate_refuses_what_cannot_work(
     with pytest.raises(ConfigError, match="num_layers 9, LlamaForCausalLM has 4"):
         evaluate(target, medusa.head, config_of(data))
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="medusa drafts a chain or a static tree, found 'dynamic'"):
+    with pytest.raises(ConfigError, match="medusa drafts a chain or a static tree or a ddtree, found 'dynamic'"):
         evaluate(target, medusa.head, config_of(data, tree=TreeConfig("dynamic")))
     with pytest.raises(ConfigError, match="eagle3 drafts a chain or a dynamic tree, found 'static'"):
         evaluate(target, eagle3.head, config_of(data, tree=TreeConfig("static")))

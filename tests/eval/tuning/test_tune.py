@@ -287,7 +287,7 @@ def test_a_whole_tuning(target: Target, family: str, prompts: str, request: pyte
     # every step was counted: the total never grew
     assert len({total for _, total, what in steps if what.startswith(("costs", "decoding"))}) == 1
     check_static(found, family)
-    assert set(found.cycles) == {"chain", *(["dynamic2"] if family == "eagle3" else ["static"])}
+    assert set(found.cycles) == {"chain", *(["dynamic2"] if family == "eagle3" else ["static", "ddtree"])}
     json.dumps(found.to_json())
 
 
@@ -324,6 +324,9 @@ def trees_of(found: Tuning, trained: Trained) -> list[TreeConfig]:
         elif parts[0] == "dynamic":
             k, depth, nodes = (int(part[1:]) for part in parts[1:])
             trees.append(TreeConfig("dynamic", depth, k, nodes + 1))
+        elif parts[0] == "ddtree":
+            depth, nodes = (int(part[1:]) for part in parts[1:])
+            trees.append(TreeConfig("ddtree", depth, total_tokens=nodes + 1))
         elif found.choices[0].best.tree.kind == "static" and name == tree_name(found.choices[0].best.tree):
             trees.append(found.choices[0].best.tree)
     return trees

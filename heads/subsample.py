@@ -42,17 +42,17 @@ class Draw:
         return replace(self, **{name: to_device(x, device, non_blocking) for name, x in tensors.items()})
 
 
-def keep_fractions(depth: int, fraction: float, least: float) -> tuple[float, ...] | None:
-    """Fraction of rows that run at depths 1 … K: max(fraction^(d-1), least) at depth d; None where all rows run.
+def keep_fractions(depth: int, fraction: float, least: float, first: float = 1.0) -> tuple[float, ...] | None:
+    """Fraction of rows that run at depths 1 … K: first · max(fraction^(d-1), least) at depth d; None where all rows run.
 
     Raises: ConfigError naming the recipe's field.
     """
-    for name, value in (("row_fraction", fraction), ("row_fraction_min", least)):
+    for name, value in (("row_fraction_first", first), ("row_fraction", fraction), ("row_fraction_min", least)):
         if not 0 < value <= 1:
             raise ConfigError(f"head.{name}: found {value}, expected a fraction above 0, at most 1")
-    if fraction == 1 or depth == 1:
+    if first == 1 and (fraction == 1 or depth == 1):
         return None
-    return tuple(max(fraction**d, least) for d in range(depth))
+    return tuple(first * max(fraction**d, least) for d in range(depth))
 
 
 def group_sizes(count_K: Sequence[int]) -> list[int]:

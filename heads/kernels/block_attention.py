@@ -40,6 +40,17 @@ class BlockRows:
         order_A = torch.argsort(self.stop_A, stable=True)
         return replace(self, start_A=self.start_A[order_A], stop_A=self.stop_A[order_A]), order_A
 
+    @classmethod
+    def behind(cls, row_A: Tensor, real_A: Tensor, position_R: Tensor, size: int, causal: bool = False) -> BlockRows:
+        """Blocks that see their document's rows up to their anchor's, in the order of the anchors.
+
+        Args:
+            row_A: the anchors' rows. real_A: bool, False for anchors that train nothing: they see no row.
+            position_R: of every row in its document.
+        """
+        start_A = row_A + 1 - torch.where(real_A, position_R[row_A] + 1, 0)
+        return cls(start_A, row_A + 1, size, causal)
+
     def part(self, first: int, last: int) -> BlockRows:
         """Blocks first … last - 1."""
         return replace(self, start_A=self.start_A[first:last], stop_A=self.stop_A[first:last])
@@ -54,6 +65,12 @@ class BlockAttention:
     def __init__(self, blocks: BlockRows, rows: int):
         self.blocks, self._rows = blocks, rows
         self._readers: KeyReaders | None = None
+
+    def attend(
+        self, q_MhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_MgD: Tensor, own_v_MgD: Tensor
+    ) -> Tensor:
+        """Context [M, h, D], differentiable in all arguments."""
+        return _Attend.apply(self, q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD)
 
     def _indexed(self) -> KeyReaders:
         if self._readers is None:
@@ -102,7 +119,7 @@ def block_attention(
 
     Args: k, v: of the pack's rows. own_k, own_v: of the slots. blocks: ascending.
     """
-    return _Attend.apply(BlockAttention(blocks, k_RgD.shape[0]), q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD)
+    return BlockAttention(blocks, k_RgD.shape[0]).attend(q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD)
 
 
 class _Attend(torch.autograd.Function):

@@ -429,6 +429,7 @@ REFERENCES: dict[str, Reference] = {
             "draft vocabulary": Example(peagle()),
             "whole vocabulary": Example(peagle(draft_vocab_size=0, intermediate_size=40)),
             "two layers": Example(peagle(layers=2)),
+            "as many key heads as query heads, two layers": Example(peagle(num_key_value_heads=4, layers=2)),
             "own width": Example(peagle(hidden_size=24, intermediate_size=20)),
             "embeddings of its own, two layers": Example(peagle(train_embeddings=True, layers=2)),
             "three layers, q/k norms, partial rope": Example(
@@ -454,6 +455,7 @@ REFERENCES: dict[str, Reference] = {
         steps=12,
         variants={
             "two layers, q/k norms": {"layers": 2, "qk_norm": True},
+            "as many key heads as query heads, two layers": {"num_key_value_heads": 2, "layers": 2},
             "three layers, norms of the streams, embeddings of its own": {
                 "layers": 3,
                 "fc_norm": "stream",

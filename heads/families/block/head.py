@@ -250,9 +250,10 @@ class BlockHead(Corrected, AddsGradients):
 
         Padding anchors see no row.
         """
-        row_A, real_A = batch.anchors.row_A, batch.anchors.depths_A > 0
-        start_A = row_A + 1 - torch.where(real_A, batch.position_R[row_A] + 1, 0)
-        return BlockRows(start_A, row_A + 1, self.block_size, self.causal)
+        anchors = batch.anchors
+        return BlockRows.behind(
+            anchors.row_A, anchors.depths_A > 0, batch.position_R, self.block_size, self.causal
+        )
 
     def slots(self, batch: FeatureBatch) -> Tensor:
         """Normed outputs of the slots that draft, [A, K, D], for the blocks of all anchors.

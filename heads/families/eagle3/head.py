@@ -2,8 +2,8 @@
 
 Variants (families §11): several layers, q/k norms as in Qwen3, norms before fc, and a normed output (EAGLE-3.1).
 
-Shape legend: R rows of a pack, A anchors, M = Σ_d count_d, K depths, D target hidden, H head hidden, U draft
-vocabulary.
+Shape legend: R rows of a pack, A anchors, M = Σ_d count_d, S rows that teach, K depths, D target hidden, H head hidden,
+U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Eagle3Config(AutoregressiveConfig):
     )  # fmt: skip
     behaviour: ClassVar[tuple[str, ...]] = ("norm_output",)
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
-    added: ClassVar[tuple[str, ...]] = ("layers", "qk_norm", "fc_norm", "norm_output", "num_key_value_heads")
+    added: ClassVar[tuple[str, ...]] = (
+        *AutoregressiveConfig.added, "layers", "qk_norm", "fc_norm", "norm_output", "num_key_value_heads",
+    )  # fmt: skip
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
         "num_key_value_heads": MAX_SIZE,
@@ -244,12 +246,21 @@ class Eagle3Head(AutoregressiveHead):
         layers, hidden, steps = self.draft_layers, self.midlayer.hidden_size, self.depth
         below = sum(layer.kept_numbers(recompute) for layer in layers[:-1])
         kept = super().kept_numbers(rows, anchors, recompute) + (rows - anchors) * below
+        kept += (self.teacher_rows(anchors) - anchors) * self.lm_head.out_features
         if not self.by_autograd:
             return kept
         attention = self.midlayer.self_attn
         own = len(layers) * attention.kv_heads * attention.head_dim * steps * (steps - 1)
         normed = (steps - 1) * hidden if self.config.norm_output else 0
         return kept + anchors * (2 * steps * hidden + own + normed)
+
+    def drawn_parts(self) -> tuple[float, ...]:
+        """The rows of depths 1 … K, as parts of those of depth 1."""
+        return (1.0,) * self.depth if self.keep_K is None else tuple(keep / self.keep_K[0] for keep in self.keep_K)
+
+    def teacher_rows(self, anchors: float) -> float:
+        """Rows of the teacher's logits (`loss`). Args: anchors: those that are drawn."""
+        return anchors * min(1 / self.config.row_fraction_first, sum(self.drawn_parts()))
 
     @property
     def by_autograd(self) -> bool:
@@ -271,24 +282,28 @@ class Eagle3Head(AutoregressiveHead):
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors = batch.anchors
-        with torch.no_grad():
-            inside_A = self.in_vocab(batch)
-            teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U, compute_dtype(self.fc.weight))
         rows = anchors.weights()
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
-        weight = [inside_A[source] * on for source, on in zip(teacher_row, rows, strict=True)]
+        with torch.no_grad():
+            inside_A = self.in_vocab(batch)
+            hidden_SD, source = batch.teacher_hidden(), teacher_row
+            if sum(anchors.count_K) < len(hidden_SD):  # fewer drafts are trained than there are rows that teach
+                hidden_SD = hidden_SD[torch.cat(teacher_row)]
+                source = list(torch.arange(len(hidden_SD), device=hidden_SD.device).split(anchors.count_K))
+            teacher_SU = teacher.logits(hidden_SD, self.draft_ids_U, compute_dtype(self.fc.weight))
+        weight = [inside_A[row] * on for row, on in zip(teacher_row, rows, strict=True)]
         output_MH, matrix, kind = self.rollout(batch), self.lm_head.weight, self.config.loss
         if scale_T is None:
             pairs = [
-                fused.soft_loss(h, matrix, teacher_AU, row, w, kind)
-                for h, row, w in zip(output_MH.split(anchors.count_K), teacher_row, weight, strict=True)
+                fused.soft_loss(h, matrix, teacher_SU, row, w, kind)
+                for h, row, w in zip(output_MH.split(anchors.count_K), source, weight, strict=True)
             ]
             loss_K, argmax = torch.stack([loss for loss, _ in pairs]), [best for _, best in pairs]
         else:
-            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_AU, teacher_row, weight, scale_T, kind)
+            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_SU, source, weight, scale_T, kind)
         hits = [
-            (self.target_ids(best) == batch.teacher_argmax_A[source]) & (on > 0)
-            for best, source, on in zip(argmax, teacher_row, rows, strict=True)
+            (self.target_ids(best) == batch.teacher_argmax_A[row]) & (on > 0)
+            for best, row, on in zip(argmax, teacher_row, rows, strict=True)
         ]
         counts = None if anchors.weight_AK is None else self._counts(batch)
         return Loss.per_depth(loss_K, weight, hits, rows, len(self.terms), counts)

@@ -88,7 +88,7 @@ class _Rollout(torch.autograd.Function):
     def forward(ctx, setup: Setup, e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down):
         dtype, hidden = g_RH.dtype, g_RH.shape[1]
         anchors, rows = setup.batch.anchors, g_RH.shape[0]
-        counts, row_A = anchors.count_K, anchors.row_A
+        counts, row_A = anchors.count_K, anchors.row_A[: anchors.count_K[0]]
         queries = setup.heads * setup.width
         w_qkv, w_out = _packed((wq, wk, wv), dtype), wo.to(dtype)
         w_gated, w_back = _packed((w_gate, w_up), dtype), w_down.to(dtype)
@@ -159,7 +159,7 @@ class _Rollout(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         dtype, hidden = g_RH.dtype, g_RH.shape[1]
         anchors, rows = setup.batch.anchors, g_RH.shape[0]
-        counts, row_A = anchors.count_K, anchors.row_A
+        counts, row_A = anchors.count_K, anchors.row_A[: anchors.count_K[0]]
         queries, heads, groups, width = setup.heads * setup.width, setup.heads, setup.groups, setup.width
         w_g = w_qkv[:, hidden:]
         norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)

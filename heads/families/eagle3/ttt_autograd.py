@@ -117,9 +117,9 @@ def first_step(
 ) -> Tensor:
     """Step 1 of every layer, which fills the runs' keys and values.
 
-    Returns: the last layer's output of the anchors [A, H].
+    Returns: the last layer's output of the anchors that run at depth 1, [count, H].
     """
-    row_A, rows = batch.anchors.row_A, g_RH.shape[0]
+    row_A, rows = batch.anchors.row_A[: batch.anchors.count_K[0]], g_RH.shape[0]
     cos, sin = rope(batch.position_R)
     every_row = TrainAttention(batch, row_A=torch.arange(rows, device=row_A.device))
     for n, run in enumerate(runs):

@@ -20,6 +20,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.autoregressive import AutoregressiveConfig
 from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
 from headstart.heads.families.peagle.rollout import rollout
 from headstart.heads.numerics import compute_dtype
@@ -39,7 +40,7 @@ class PEagleConfig(Eagle3Config):
 
     structure: ClassVar[tuple[str, ...]] = (*Eagle3Config.structure, "train_embeddings")
     behaviour: ClassVar[tuple[str, ...]] = ("mask_token_id",)
-    added: ClassVar[tuple[str, ...]] = ()
+    added: ClassVar[tuple[str, ...]] = (*AutoregressiveConfig.added, "num_key_value_heads")
     placeholder: ClassVar[str | None] = "mask_token_id"
 
     type: str = "peagle"
@@ -166,11 +167,13 @@ class PEagleHead(Eagle3Head):
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
         """As the base class's, of the rows that are drawn. The layers below the last keep numbers for every row.
 
-        Autograd also keeps the places' keys and values side by side at every depth, and two more outputs.
+        Autograd also keeps the blocks of the attention, with slots for all places of an anchor, and two more outputs.
         """
         layers, hidden, attention = self.draft_layers, self.midlayer.hidden_size, self.midlayer.self_attn
-        drawn_K = self.keep_K or (1.0,) * self.depth
+        drawn_K, places = self.drawn_parts(), self.depth - 1
         per_layer = [layer.kept_numbers(recompute) for layer in layers]
-        beside = len(layers) * 2 * attention.kv_heads * attention.head_dim * sum(d * x for d, x in enumerate(drawn_K))
-        kept = anchors * (sum(drawn_K) * (sum(per_layer) + 2 * hidden) + beside + self.lm_head.out_features)
+        slots = places * drawn_K[1] if places else 0.0
+        beside = len(layers) * 2 * (attention.heads + attention.kv_heads) * attention.head_dim * slots
+        kept = anchors * (sum(drawn_K) * (sum(per_layer) + 2 * hidden) + beside)
+        kept += self.teacher_rows(anchors) * self.lm_head.out_features
         return kept + rows * 2 * hidden + (rows - anchors) * sum(per_layer[:-1])

@@ -28,6 +28,7 @@ from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import PEagleConfig, PEagleHead, build_head
+from headstart.heads.families.peagle import rollout as peagle_rollout
 
 DEPTH, DRAFT, MASK = 4, 40, 11
 FAMILY = REFERENCES["peagle"]
@@ -110,6 +111,64 @@ def test_a_token_that_is_the_mask_token_reads_the_trained_embedding() -> None:
     found = head.embed(tokens)
     assert torch.equal(found[0, 1], head.mask_embedding) and not torch.equal(found[0, 1], ends.embed_VD[MASK])
     assert torch.equal(found[0, [0, 2]], ends.embed_VD[[3, 5]])
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"layers": 3}, {"layers": 2, "row_fraction": 0.6}, {"row_fraction_first": 0.4}, {"depth": 2}], ids=str
+)
+def test_places_in_blocks_are_places_one_depth_after_the_other(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for all depths, as on a GPU: losses, hits and gradients, of draws and of padded packs."""
+    head, ends = example_head(Example(peagle(**{"depth": 6, **fields})), torch.float64)
+    inputs = documents(["." + "A" * 14, "..AAAAAAAAA", "AAAA"], 5)
+    batch = head.choose_rows(feature_batch(inputs, ends, head.depth), 3)
+    for batch in (batch, batch.padded(48, 40, 8)):
+        found = []
+        for in_blocks in (False, True):
+            monkeypatch.setattr(peagle_rollout, "in_blocks", lambda x, head_dim, answer=in_blocks: answer)
+            loss = head.loss(batch, teacher_of(ends))
+            found.append((loss, gradients(head, (loss.sum_T * head.term_weights()).sum())))
+        (slow, slow_gradient), (fast, fast_gradient) = found
+        torch.testing.assert_close(fast.sum_T, slow.sum_T, rtol=1e-9, atol=0)
+        assert torch.equal(fast.numerator_M, slow.numerator_M)
+        assert slow_gradient["mask_hidden"].any()
+        for name, expected in slow_gradient.items():
+            assert_near(fast_gradient[name], expected, name, 1e-9)
+
+
+def test_the_loss_by_hand_from_what_serving_drafts() -> None:
+    """Σ_d decay^(d-1) · mean of KL(target at row p + d ‖ draft d of anchor p), over the anchors that depth d supervises.
+
+    Drafts are those of `step` behind the served context. Rows are counted here from the documents' patterns alone.
+    """
+    config = peagle(depth=4, draft_vocab_size=0, depth_decay=0.7, layers=2)
+    head, ends = example_head(Example(config), torch.float64)
+    patterns = ["..AAAAAA.B..CCC", "...AABBBBB"]
+    inputs = documents(patterns)
+    sums, counts = [0.0] * 4, [0] * 4
+    for document, pattern in zip(inputs, patterns, strict=True):
+        for p in range(len(pattern) - 1):
+            answer = pattern[p + 1]
+            if answer == ".":
+                continue
+            drafts = served(head, document, p + 1, document.tokens[p + 1], 4, cut=False)
+            for d in range(1, 5):
+                # the draft is x_{p+1+d}: it and all from the root x_{p+1} on are of one answer
+                if pattern[p + 1 : p + 2 + d] != answer * (d + 1):
+                    break
+                p_V = torch.softmax(ends.logits(document.hidden_TD[p + d]), 0)
+                log_q_V = torch.log_softmax(drafts[d - 1], 0)
+                sums[d - 1] += float((p_V * (p_V.log() - log_q_V.detach())).sum())
+                counts[d - 1] += 1
+    assert counts == [12, 8, 5, 3]
+    batch, teacher = feature_batch(inputs, ends, 4), teacher_of(ends)
+    assert head.loss_counts(batch).tolist() == counts
+    scale_T = head.term_weights() / head.loss_counts(batch)
+    expected = sum(0.7**d * total / count for d, (total, count) in enumerate(zip(sums, counts, strict=True)))
+    for loss in (head.loss(batch, teacher), head.loss(batch, teacher, scale_T)):
+        torch.testing.assert_close(loss.sum_T, torch.tensor(sums, dtype=torch.float64), rtol=1e-5, atol=0)
+        assert float((loss.sum_T * scale_T).sum().detach()) == pytest.approx(expected, rel=1e-5)
 
 
 # what is learnt

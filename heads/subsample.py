@@ -43,7 +43,7 @@ class Draw:
 
 
 def keep_fractions(depth: int, fraction: float, least: float, first: float = 1.0) -> tuple[float, ...] | None:
-    """Fraction of rows that run at depths 1 … K: first · max(fraction^(d-1), least) at depth d; None where all rows run.
+    """Fraction of rows that run at depths 1 … K: first · max(fraction^(d-1), least) at depth d; None where all run.
 
     Raises: ConfigError naming the recipe's field.
     """

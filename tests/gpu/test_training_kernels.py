@@ -14,6 +14,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import FAMILIES, build_head
+from headstart.heads.families.peagle import rollout as peagle_rollout
 from headstart.heads.kernels import elementwise, losses, rows
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.losses import eager, fused
@@ -330,7 +331,9 @@ def test_row_kernels_match_their_twins():
         ("eagle3", {"layers": 2, "qk_norm": True, "row_fraction": 0.7}),
         ("eagle3", {"layers": 3, "fc_norm": "stream", "norm_output": True}),
         ("eagle3", {"qk_norm": True, "fc_norm": "concat"}),
+        ("eagle3", {"row_fraction_first": 0.3, "row_fraction": 0.7}),
         ("peagle", {"layers": 2}),
+        ("peagle", {"layers": 2, "row_fraction_first": 0.2, "num_key_value_heads": 4}),
         ("peagle", {"layers": 3, "qk_norm": True, "row_fraction": 1.0, "loss": "lk"}),
     ],
 )
@@ -441,6 +444,33 @@ class StoredFeatures(FeatureSource):
             streams_RkD=torch.randn(rows, 3, width, dtype=torch.bfloat16),
             teacher_argmax_A=torch.randint(0, 200, (len(batch.anchors),)),
         )
+
+
+@pytest.mark.parametrize("fields", [{"row_fraction": 1.0}, {"row_fraction_first": 0.3, "num_key_value_heads": 4}])
+def test_peagles_places_in_blocks_are_places_one_depth_after_the_other(fields, monkeypatch):
+    """One call of the block kernel for all depths of an anchor, against one call of the flash kernel per depth."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
+    given = {"draft_vocab_size": 200, "layers": 2, "mask_token_id": 511, **fields}
+    head = build_head(FAMILIES["peagle"].config(**given), target.dims).cuda()
+    head.initialise(target.ends, torch.arange(200, device="cuda") * 2)
+    module = LossModule(head, target.teacher, torch.bfloat16)
+    batch = head.choose_rows(target.extract(batch_of([90, 300, 41], head.depth), head.spec), 1)
+    batch = batch.padded(512, 512, 8)
+    found = []
+    for in_blocks in (False, True):
+        monkeypatch.setattr(peagle_rollout, "in_blocks", lambda x, head_dim, answer=in_blocks: answer)
+        sum_T = module(batch)[0]
+        total = (sum_T * head.term_weights().cuda()).sum()
+        found.append((sum_T.detach(), torch.autograd.grad(total, list(head.parameters()))))
+    (slow_T, slow), (fast_T, fast) = found
+    assert relative(fast_T, slow_T) < 1e-2
+    for one, other in zip(fast, slow, strict=True):
+        assert relative(one, other) < 5e-2  # bfloat16, through two kernels that round differently
 
 
 @pytest.mark.parametrize(("family", "layers"), [("eagle3", 1), ("eagle3", 2), ("peagle", 1), ("peagle", 2)])

@@ -165,7 +165,8 @@ def test_fractions_fall_geometrically_to_a_floor():
     assert keep_fractions(4, 0.5, 0.2, 0.5) == (0.5, 0.25, 0.125, 0.1)
     assert keep_fractions(3, 1.0, 0.2, 0.5) == (0.5, 0.5, 0.5) and keep_fractions(1, 1.0, 0.2, 0.25) == (0.25,)
     assert build_head(eagle(depth=3), DIMS).keep_K is None, "nothing is dropped unless asked for"
-    for field, value in (("row_fraction", 0.0), ("row_fraction", 1.5), ("row_fraction_min", 0.0), ("row_fraction_first", 0)):
+    wrong = [("row_fraction", 0.0), ("row_fraction", 1.5), ("row_fraction_min", 0.0), ("row_fraction_first", 0)]
+    for field, value in wrong:
         with pytest.raises(ConfigError, match=f"head.{field}: found {value}"):
             build_head(eagle(**{"depth": 3, field: value}), DIMS)
 

@@ -53,8 +53,8 @@ SIZES = {
     "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
     "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
     "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 4 * 576,
-    # EAGLE-3's layer, and further ones: q and o H·H, k v H·192, MLP, two norms; mask_hidden 3·D, the mask token's H
-    # as many key heads as query heads
+    # EAGLE-3's layer, and further ones: q and o H·H, k v H·192, MLP, two norms; mask_hidden 3·D, the mask token's H.
+    # Of the small one, k v are as wide as q: it has as many key heads as query heads
     "smollm2-peagle": (
         3 * 576**2 + 2 * 576**2 + 2 * 1152 * 576 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576
         + 2 * 576**2 + 2 * 576 * 576 + 3 * 576 * 1536 + 2 * 576 + 4 * 576

@@ -5,8 +5,8 @@
     d ≥ 1   the anchors that run at depth d + 1 read the mask token's embedding and the mask feature, at rope position
             p + d. In each layer, row (p, d) attends to the rows (s, 0) with s ≤ p of its document, and to (p, 1 … d).
 
-No row reads what another one drafted. So all depths pass through a layer side by side. For the fused kernel, an anchor's
-places are one block that is causal within itself (`Blocks`). Elsewhere the attention is called once per depth.
+No row reads what another one drafted. So all depths pass through a layer side by side. On a GPU an anchor's places are
+one block that is causal within itself (`Blocks`). Elsewhere the attention is called once per depth.
 
 Shape legend: R rows, A anchors, M = Σ_d count_d, N = M - A rows of masked places, H hidden, W = (h + 2 g) · d packed
 projections, B = K - 1 slots of a block.
@@ -95,7 +95,8 @@ class Blocks:
 
     def __init__(self, batch: FeatureBatch, later: Sequence[int]):
         anchors, size = batch.anchors, len(later)
-        row_A, real_A = anchors.row_A[: later[0]], anchors.depths_A[: later[0]] > 0
+        # anchors that are not drawn may be among the first ones: they see their rows too, so that blocks ascend
+        row_A, real_A = anchors.row_A[: later[0]], anchors.supervised_AK()[: later[0], 0]
         blocks, order_A = BlockRows.behind(row_A, real_A, batch.position_R, size, causal=True).ascending()
         place_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
         self._attention = BlockAttention(blocks, len(batch.tokens_R))
@@ -104,9 +105,11 @@ class Blocks:
 
     def attend(self, q_NhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_NgD: Tensor, own_v_NgD: Tensor) -> Tensor:
         """Context [N, h, d] of the masked places of all depths, differentiable in all arguments."""
-        q, own_k, own_v = (
-            x.new_zeros(self._slots, *x.shape[1:]).index_copy_(0, self._slot_N, x) for x in (q_NhD, own_k_NgD, own_v_NgD)
-        )
+
+        def by_slot(x: Tensor) -> Tensor:
+            return x.new_zeros(self._slots, *x.shape[1:]).index_copy_(0, self._slot_N, x)
+
+        q, own_k, own_v = by_slot(q_NhD), by_slot(own_k_NgD), by_slot(own_v_NgD)
         return _Pick.apply(self._attention.attend(q, k_RgD, v_RgD, own_k, own_v), self._slot_N)
 
 

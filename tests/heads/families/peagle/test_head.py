@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,11 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import PEagleConfig, PEagleHead, build_head
 from headstart.heads.families.peagle import rollout as peagle_rollout
+from headstart.heads.kernels import block_attention, block_attention_kernels
 
+interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (and Triton)"
+)
 DEPTH, DRAFT, MASK = 4, 40, 11
 FAMILY = REFERENCES["peagle"]
 VARIANTS = [name for name, example in FAMILY.examples.items() if not example.loss_only]
@@ -114,7 +119,9 @@ def test_a_token_that_is_the_mask_token_reads_the_trained_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"layers": 3}, {"layers": 2, "row_fraction": 0.6}, {"row_fraction_first": 0.4}, {"depth": 2}], ids=str
+    "fields",
+    [{}, {"layers": 3}, {"layers": 2, "row_fraction": 0.6}, {"row_fraction_first": 0.4}, {"depth": 2}],
+    ids=str,
 )
 def test_places_in_blocks_are_places_one_depth_after_the_other(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -122,8 +129,8 @@ def test_places_in_blocks_are_places_one_depth_after_the_other(
     """One call for all depths, as on a GPU: losses, hits and gradients, of draws and of padded packs."""
     head, ends = example_head(Example(peagle(**{"depth": 6, **fields})), torch.float64)
     inputs = documents(["." + "A" * 14, "..AAAAAAAAA", "AAAA"], 5)
-    batch = head.choose_rows(feature_batch(inputs, ends, head.depth), 3)
-    for batch in (batch, batch.padded(48, 40, 8)):
+    drawn = head.choose_rows(feature_batch(inputs, ends, head.depth), 3)
+    for batch in (drawn, drawn.padded(48, 40, 8)):
         found = []
         for in_blocks in (False, True):
             monkeypatch.setattr(peagle_rollout, "in_blocks", lambda x, head_dim, answer=in_blocks: answer)
@@ -137,8 +144,33 @@ def test_places_in_blocks_are_places_one_depth_after_the_other(
             assert_near(fast_gradient[name], expected, name, 1e-9)
 
 
+@interpreter
+@pytest.mark.parametrize("fields", [{}, {"depth": 2}, {"depth": 3, "num_key_value_heads": 4}], ids=str)
+def test_places_in_blocks_with_the_kernels_interpreted(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn rows of a padded pack: its first anchors are not all drawn, and the last ones are padding."""
+    pytest.importorskip("triton")
+    draws = {"row_fraction": 0.6, "row_fraction_first": 0.6}
+    head, ends = example_head(Example(peagle(**{"depth": 6, "layers": 2, **draws, **fields})))
+    inputs = documents(["." + "A" * 14, "..AAAAAAAAA", "AAAA"], 5, dtype=torch.float32)
+    batch = head.choose_rows(feature_batch(inputs, ends, head.depth), 3).padded(48, 40, 8)
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        sum_T = head.loss(batch, teacher_of(ends)).sum_T
+        return sum_T.detach(), gradients(head, (sum_T * head.term_weights()).sum())
+
+    expected, expected_gradient = run()
+    tiles = {"D": 16, "BM": 32, "BN": 16, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(peagle_rollout, "in_blocks", lambda x, head_dim: True)
+    monkeypatch.setattr(block_attention, "wants_kernel", lambda x: True)
+    monkeypatch.setattr(block_attention_kernels, "_tiles", lambda x, keys=False: tiles)
+    found, gradient = run()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for name, value in expected_gradient.items():
+        assert_near(gradient[name], value, name, 1e-4)
+
+
 def test_the_loss_by_hand_from_what_serving_drafts() -> None:
-    """Σ_d decay^(d-1) · mean of KL(target at row p + d ‖ draft d of anchor p), over the anchors that depth d supervises.
+    """Σ_d decay^(d-1) · mean of KL(target at row p + d ‖ draft d of anchor p), over anchors that depth d supervises.
 
     Drafts are those of `step` behind the served context. Rows are counted here from the documents' patterns alone.
     """

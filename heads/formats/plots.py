@@ -8,9 +8,11 @@ from typing import Any
 
 from headstart.heads.escape import line
 from headstart.heads.files import atomic_write
+from headstart.heads.formats.calibration import Calibration, mean_error
 from headstart.heads.formats.flags import TITLES, flag_of
 
 ACCEPTANCE, TASKS, CYCLE = "acceptance.png", "tasks.png", "cycle.png"
+RELIABILITY = "reliability.png"
 BATCHES, CONTEXTS = "speedup_by_batch.png", "speedup_by_context.png"
 #: most tasks of a plot: those with most prompts
 SHOWN = 12
@@ -41,6 +43,15 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
         atomic_write(directory / name, partial(save_figure, figure))
         written.append(name)
     return written
+
+
+def draw_reliability(calibration: Calibration, directory: Path) -> str | None:
+    """Write the reliability diagram of a calibration; returns its file name, None without points to draw."""
+    figure = _reliability(calibration)
+    if figure is None:
+        return None
+    atomic_write(directory / RELIABILITY, partial(save_figure, figure))
+    return RELIABILITY
 
 
 def first_plot_note() -> str | None:
@@ -167,4 +178,22 @@ def _sweep(report: dict[str, Any], name: str) -> Any | None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [str(value) for value in values])
         axes.minorticks_off()
+    return figure
+
+
+def _reliability(calibration: Calibration) -> Any | None:
+    """What the drafts said against what was accepted, before and after; the area of a point is its share of samples."""
+    before, after = calibration.reliability_before, calibration.reliability_after
+    if not before or not after:
+        return None
+    figure, axes = new_figure(4.6, 4.6)
+    axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
+    for name, points, color in (("before", before, "tab:orange"), ("after", after, "tab:blue")):
+        said, was, count = zip(*points, strict=True)
+        label = f"{name}, error {mean_error(points):.1%}"
+        axes.plot(said, was, color=color, label=label)
+        axes.scatter(said, was, s=[400 * n / sum(count) + 4 for n in count], color=color, alpha=0.6)
+    axes.set(xlabel="probability that a draft and all before it are accepted", ylabel="share that was accepted")
+    axes.set(xlim=(0, 1), ylim=(0, 1), title=f"Calibration by {calibration.kind}")
+    axes.legend(fontsize="small")
     return figure

@@ -37,9 +37,10 @@ KINDS: dict[str, type] = {
     "sha256": dict,
     "tuned": dict,
     "quality": dict,
+    "calibration": dict,
 }
 #: fields that are added to a saved head later, and do not change it
-ADDED = ("tuned", "quality")
+ADDED = ("tuned", "quality", "calibration")
 #: most items of a list, or characters of a text, in the head's settings
 MAX_ITEMS = 64
 

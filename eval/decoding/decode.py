@@ -66,12 +66,14 @@ class Decoded:
             other rows wait meanwhile.
         decode_s: from the first prefill until the last token arrives, without the later prefills.
         cycle_s: seconds between the arrivals of two cycles' tokens on the host, without prefills between them.
+        rule: the rule that accepted drafts (`verify.rule_of`); None where nothing was drafted.
     """
 
     answers: list[Answer]
     prefill_s: float
     decode_s: float
     cycle_s: list[float] = field(default_factory=list)
+    rule: str | None = None
 
     @property
     def decode_tokens(self) -> int:
@@ -151,7 +153,7 @@ def decode(
                     break
     # one captured cycle too many is still running: see CycleGraphs.run
     synchronize(device)
-    return Decoded(record.answers, prefill_s + places.prefill_s, sum(cycle_s), cycle_s)
+    return Decoded(record.answers, prefill_s + places.prefill_s, sum(cycle_s), cycle_s, loop.rule)
 
 
 class _Places:

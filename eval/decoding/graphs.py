@@ -152,12 +152,14 @@ class _CycleGraph:
                 raise Uncapturable("captured cycles gave other tokens than the same cycles without a capture")
         finally:
             restore()
+        self.rule = loop.rule
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 
     def run(self, loop: Loop, refill: Refill) -> Generator[list[list[int]], None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
+        loop.rule = self.rule
         turn = 0
         self._launch(turn)
         while True:

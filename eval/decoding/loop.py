@@ -14,7 +14,7 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Step
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
-from headstart.eval.decoding.verify import Verified, verify
+from headstart.eval.decoding.verify import Verified, rule_of, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
 from headstart.eval.kernels.choices import compile_ways, decide_ways
 from headstart.eval.kernels.launch import compiling
@@ -41,6 +41,7 @@ class Loop:
         seeds_B: int64, the seed that each row draws its tokens by; None = all rows draw by `generator`.
         rate_K: float32, synthetic acceptance by level, or None.
         logits_BV: the target's, at the last root.
+        rule: the rule of the latest verification (`verify.rule_of`); None before it, and for plain decoding.
         longest: host int, length of the longest context that the host knows of.
     """
 
@@ -62,6 +63,7 @@ class Loop:
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
         self._aside: Loop | None = None
+        self.rule: str | None = None
 
     @property
     def captures(self) -> bool:
@@ -190,6 +192,7 @@ class Loop:
             tree = empty(engine.batch, engine.device)
         step = self.forward(tree)
         self.logits_BV = step.logits_BMV[:, 0]
+        self.rule = rule_of(tree, self.sampling)
         if self.seeds_B is not None:
             verified = Verified(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
         else:

@@ -91,6 +91,7 @@ def evaluate(
         sweeps=measured.sweeps or None,
         cycle=measured.cycle,
         engine_path=measured.decoder.path,
+        verification=measured.rule,
         engine_note=measured.decoder.slow,
         engine_cost=measured.cost,
         generate=None if measured.generate is None else measured.generate.report(),
@@ -125,6 +126,7 @@ class _Measurement:
         tasks: results by task.
         sweeps: over batch sizes and context lengths.
         cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
+        rule: the rule that accepted drafts (`verify.rule_of`), or None.
         cost: of a plain cycle, where the target decodes slower than it could (breakdown.plain_cycle), or None.
         ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
             cycles captured and caches warmed.
@@ -150,6 +152,7 @@ class _Measurement:
         self.sweeps: dict[str, Any] = {}
         self.cycle: dict[str, float] | None = None
         self.cost: dict[str, float] | None = None
+        self.rule: str | None = None
         self.ready_s: float | None = None
 
     def _generate(self, limit: int) -> GenerateBaseline:
@@ -168,6 +171,7 @@ class _Measurement:
             base = decoder.run(contexts, None, limits, seed) if self.plain else None
             spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
             _add(self.tasks[asked.task], batch, base, spec)
+            self.rule = self.rule if spec is None else spec.rule
             if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
                 _compare(self.tasks[asked.task], decoder, batch, asked.turn, contexts, base, spec)
             if self.generate is not None:

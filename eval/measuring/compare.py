@@ -25,7 +25,7 @@ from headstart.eval.measuring.report import Report
 from headstart.heads.errors import DataError, in_one_line
 from headstart.heads.escape import markdown, table
 from headstart.heads.files import atomic_write, write_text
-from headstart.heads.formats.flags import MEANINGS
+from headstart.heads.formats.flags import LOSSLESS_RULES, MEANINGS
 from headstart.heads.formats.plots import drawn, save_figure
 
 BATCHES = "batches.png"
@@ -119,6 +119,7 @@ def differences(reports: dict[str, Report]) -> list[str]:
         ("temperature", _several(r.temperature for r in runs)),
         ("sampling", _differ([r.sampling for r in runs], ("top_k", "top_p", "min_p", "repetition_penalty"))),
         ("acceptance", _several((kind_of_acceptance(r), tuple(r.synthetic or ())) for r in runs)),
+        ("verification", _several(r.verification for r in runs if r.verification in LOSSLESS_RULES)),
         ("max_new_tokens", _several(r.max_new_tokens for r in runs)),
         ("dtypes", _several(r.dtype for r in runs)),
         ("devices", _several(r.device for r in runs)),

@@ -15,7 +15,7 @@ from headstart.eval.measuring.report import Numbers, Report, Section
 from headstart.heads.errors import HeadstartError
 from headstart.heads.escape import code, markdown, plain, table
 from headstart.heads.files import write_text
-from headstart.heads.formats.flags import TITLES
+from headstart.heads.formats.flags import LOSSLESS_RULES, TITLES
 from headstart.heads.formats.plots import draw_plots, first_plot_note
 
 TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"
@@ -87,6 +87,8 @@ def _sections(report: Report) -> list[tuple[str, Section]]:
 
 def _title(report: Report) -> str:
     acceptance = "lossless" if report.flag is None else TITLES[report.flag]
+    if report.verification in LOSSLESS_RULES:
+        acceptance += f" ({report.verification} verification)"
     return (
         f"{report.drafter} on {report.target['name']} · {report.tree['label']} · temperature {report.temperature:g} · "
         f"{acceptance} · {report.dtype} · batch {report.batch_size} · {report.device}"

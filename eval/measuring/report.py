@@ -86,6 +86,9 @@ class Report(Numbers):
     engine: dict[str, Any] | None = None
     #: acceptance by level that eval.synthetic_acceptance asked for (τ is then not the head's), or None
     synthetic: list[float] | None = None
+    #: the rule that accepted drafts: greedy, draw (one draw from the target, for drafts that were not drawn), block,
+    #: token, typical or synthetic; None: plain decoding, a server, or a report from before block verification
+    verification: str | None = None
     #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
     sweeps: dict[str, Any] | None = None
     #: milliseconds of a cycle's parts: draft_ms, verify_ms, rest_ms

@@ -17,7 +17,7 @@ import yaml
 from headstart.heads.escape import code, fenced, in_json, markdown, table
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.engines import FORMATS
-from headstart.heads.formats.flags import MEANINGS, flag_of
+from headstart.heads.formats.flags import LOSSLESS_RULES, MEANINGS, flag_of
 from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import SIDECAR, family_config, hub_name
 from headstart.heads.formats.tuned_card import tuned_target_section
@@ -120,7 +120,8 @@ def _results(report: dict[str, Any] | None) -> str:
     tree = markdown(report["tree"]["label"] if isinstance(report["tree"], dict) else report["tree"])
     where = markdown(f"{report['dtype']}, batch {report['batch_size']}, {report['device']}")
     legend = "τ = tokens committed per target forward (plain decoding = 1)."
-    setting = f"{tree}, temperature {report['temperature']:g}, {where}."
+    rule = f"{rule} verification, " if (rule := report.get("verification")) in LOSSLESS_RULES else ""
+    setting = f"{tree}, temperature {report['temperature']:g}, {rule}{where}."
     warning = f"**{MEANINGS[flag]}.** Lossless verification would give other numbers." if flag else ""
     notes = "\n".join(f"- {markdown(note)}" for note in report.get("notes") or [])
     parts = ("## Results", warning, "\n".join(table(columns, cells)), f"{legend} {setting}{same}", notes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 LOSSY, SYNTHETIC = "LOSSY", "SYNTHETIC"
+#: values of a report's `verification` that two reports of drawn chains may differ in
+LOSSLESS_RULES = ("block", "token")
 #: flag → the words of a title
 TITLES = {LOSSY: "LOSSY (typical acceptance)", SYNTHETIC: "SYNTHETIC acceptance"}
 #: flag → what it means

@@ -50,6 +50,7 @@ class Rules:
         shards: whether the engine reads weights in several files.
         convert: directory that was written → adds the file that the engine reads in the place of the weights.
         versions: the releases that serve the family; None if every release since the one that was read does.
+        draws: whether the engine can draw this family's drafts from the head's distribution, and verify them by it.
     """
 
     check: Check
@@ -57,6 +58,7 @@ class Rules:
     shards: bool = False
     convert: Callable[[Path], None] | None = None
     versions: Versions | None = None
+    draws: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Format:
         unchecked: families that the engine may serve and whose rules are not known here.
         before: what the engine checks first, whatever the family.
         targets: `model_type` of the targets whose hidden states it gives to a head; None: of all, or it is not known.
+        block: what asks it for block verification of drawn drafts; None if it has none, or that is not known.
         adapters: whether it applies a LoRA adapter to the target that verifies drafts, and `launch` says how.
     """
 
@@ -115,6 +118,7 @@ class Format:
     before: Check = lambda case: None
     targets: frozenset[str] | None = None
     adapters: bool = False
+    block: str | None = None
 
     def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
         """What the engine does with a directory, and every reason."""
@@ -178,6 +182,12 @@ class Format:
         """A sentence that says which releases serve the family; None where all do, or none does."""
         rules = self.serves.get(family) if family is not None else None
         return None if rules is None or rules.versions is None else rules.versions.sentence(self.name)
+
+    def sampled(self, family: str) -> str | None:
+        """A sentence that says how to sample with a head of the family; None where no setting is known."""
+        if self.block is None or family not in self.serves or not self.serves[family].draws:
+            return None
+        return f"temperature above 0: {self.block} accepts more drafts (block verification, lossless)"
 
     def tuned_target(self, side: dict[str, Any]) -> str | None:
         """Which target an engine must serve with a head of a tuned target; None for any other head.

@@ -148,6 +148,7 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str], root: 
 
 
 def commented(engine: str, family: str, command: str) -> str:
-    """A launch command below a comment that names the engine's releases which serve the family, where not all do."""
-    versions = FORMATS[engine].versions_of(family)
-    return command if versions is None else f"# {versions}\n{command}"
+    """A launch command below comments: the engine's releases that serve the family, where not all do, and what to add
+    for sampling."""
+    comments = (FORMATS[engine].versions_of(family), FORMATS[engine].sampled(family))
+    return "\n".join([*(f"# {comment}" for comment in comments if comment is not None), command])

@@ -169,4 +169,6 @@ FORMAT = Format(
     launch=_launch,
     before=Case.require_parsed,
     unchecked=("draft_model",),
+    # EAGLE heads with one candidate per step only, as the command says
+    block="--speculative-use-block-verification (CUDA and ROCm)",
 )

@@ -307,18 +307,21 @@ FORMAT = Format(
     version="vLLM 0.32",
     serves={
         "medusa": Rules(
-            _medusa, shards=True, versions=Versions("0.32", "0.32", "0.33 has no Medusa model in its registry any more")
-        ),
+            _medusa, shards=True, draws=False,
+            versions=Versions("0.32", "0.32", "0.33 has no Medusa model in its registry any more"),
+        ),  # fmt: skip
         "eagle": Rules(_eagle, shards=True),
         "eagle3": Rules(_eagle3, shards=True),
         "peagle": Rules(_peagle, shards=True),
         "dflash": Rules(check_dflash, shards=True),
         "dspark": Rules(check_dspark, shards=True),
         "jetspec": Rules(check_causal, shards=True),
-        "draft_model": Rules(check_draft_model),
+        "draft_model": Rules(check_draft_model, draws=False),
     },
     launch=_launch,
     before=Case.require_parsed,
     adapters=True,
+    # the drafts are the likeliest ones by default, which block verification gains nothing from
+    block='"draft_sample_method": "probabilistic", "rejection_sample_method": "block" in the speculative config',
     dropped={"mlp_speculator": "MLP speculators are no longer in vLLM's registry"},
 )

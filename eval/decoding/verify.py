@@ -227,6 +227,7 @@ def block_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, 
     h = P. Of an earlier one, h_i = Z_i / (Z_i + 1 - P_i) with Z_i = Σ_v max(P_i · p(v) - q(v), 0), the p and q after
     draft i. The path is as long as the last draft whose h passed, whatever the earlier ones gave.
 
+    Every cycle needs new random draws: where a path ends depends on draws for the drafts beyond it as well.
     A row may stop anywhere, as long as it does not depend on the drafts beyond: h is P then, and P stays what it is.
 
     Returns:

@@ -112,6 +112,30 @@ def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file
     assert report.tree["label"] == "static9"
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"temperature": 1.0}, "block"),
+        ({"temperature": 1.0, "verification": "token"}, "token"),
+        ({"temperature": 1.0, "tree": TreeConfig(depth=3, sample=False)}, "draw"),
+        ({"temperature": 1.0, "tree": TreeConfig("dynamic", 3, 2, 6)}, "draw"),
+        ({"temperature": 1.0, "acceptance": "typical"}, "typical"),
+        ({"temperature": 1.0, "synthetic_acceptance": 0.5}, "synthetic"),
+        ({}, "greedy"),
+        ({"temperature": 1.0, "drafter": "none"}, None),
+    ],
+)  # fmt: skip
+def test_a_report_says_which_rule_accepted_drafts(
+    target: Target, eagle3: Trained, ids_file: str, tmp_path: Path, changes: dict[str, Any], rule: str | None
+) -> None:
+    head = None if "drafter" in changes else eagle3.head
+    report = evaluate(target, head, config_of(ids_file, max_new_tokens=6, cycle_parts=False, baseline=False, **changes))
+    assert report.verification == rule
+    assert ("verification)" in render_markdown(report)) == (rule in ("block", "token"))
+    write_report(report, tmp_path / "run")
+    assert Report.read(tmp_path / "run").verification == rule
+
+
 @pytest.mark.parametrize("asked", [0.7, [0.9, 0.6, 0.3]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_synthetic_acceptance(
@@ -272,6 +296,7 @@ def test_config_is_a_recipe_node() -> None:
         ({"tree": TreeConfig(kind="bush")}, r"eval.tree.kind: found 'bush', expected one of"),
         ({"top_p": 0.0}, "eval.top_p"),
         ({"min_p": 1.0}, "eval.min_p"),
+        ({"verification": "tree"}, "eval.verification: found 'tree', expected one of"),
         ({"batch_size": 0}, "eval.batch_size: found 0, expected at least 1"),
         ({"ngram_min": 3, "ngram_max": 2}, "eval.ngram_max: found 2, expected at least 3"),
         ({"repetition_penalty": 0.0}, "eval.repetition_penalty"),

@@ -160,6 +160,8 @@ def test_differences_are_named() -> None:
         ({"sampling": {"top_p": 1.0}}, {"sampling": {"top_p": 1.0, "min_p": 0.1}}, []),
         ({}, {"lossless": False}, ["acceptance"]),
         ({"synthetic": [0.5]}, {"synthetic": [0.8]}, ["acceptance"]),
+        ({"verification": "block"}, {"verification": "token"}, ["verification"]),
+        ({"verification": "block"}, {"verification": "draw"}, []),
         ({}, {"prompts": 3}, ["prompts"]),
         ({}, {"target": {"name": "U"}}, ["targets"]),
         ({"target": {"name": "T", "weight_hash": "a"}}, {"target": {"name": "T", "weight_hash": "b"}},

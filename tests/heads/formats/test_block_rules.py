@@ -50,7 +50,7 @@ from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.export import check_ahead
-from headstart.heads.formats.launch import drafted_tokens, launch_commands, why_tokens
+from headstart.heads.formats.launch import commented, drafted_tokens, launch_commands, why_tokens
 from headstart.recipes.load import load_recipe
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -422,6 +422,16 @@ def test_launch_commands() -> None:
             f"python -m sglang.launch_server --model-path a/b --speculative-algorithm {method.upper()} "
             f"--speculative-draft-model-path user/head --speculative-{block}"
         )
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "dspark"])
+def test_launch_commands_say_how_to_sample(family: str) -> None:
+    """Block verification gains only on drafts that are drawn, so vLLM needs two settings."""
+    vllm, sglang, other = (commented(engine, family, "run it").splitlines() for engine in ("vllm", "sglang", "tgi"))
+    assert other == vllm[-1:] == sglang[-1:] == ["run it"]
+    assert '"draft_sample_method": "probabilistic", "rejection_sample_method": "block" in the spec' in vllm[-2]
+    assert sglang[-2].startswith("# temperature above 0: --speculative-use-block-verification (CUDA and ROCm)")
+    assert "block" not in commented("vllm", "medusa", "run it")
 
 
 ON_CARDS = {

@@ -192,6 +192,9 @@ def test_the_card_holds_the_measured_numbers_and_launch_commands(exported: Path)
     assert "--speculative-algorithm EAGLE3" in card and "text-generation-launcher" not in card
     assert "12 of 12 sequences" in card and "chain2" in card and '"lr": 0.001' in card and "deadbeef" in card
     assert "2503.01840" in card and "licence applies" in card
+    assert "temperature 0, float32" in card
+    drawn = {**REPORT, "temperature": 1.0, "verification": "block"}
+    assert "chain2, temperature 1, block verification, " in render_card("me/head", side, drawn, ["vllm"])
 
 
 def test_the_card_marks_what_is_lossy(exported: Path) -> None:

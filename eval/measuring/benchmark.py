@@ -171,7 +171,8 @@ class _Measurement:
             base = decoder.run(contexts, None, limits, seed) if self.plain else None
             spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
             _add(self.tasks[asked.task], batch, base, spec)
-            self.rule = self.rule if spec is None else spec.rule
+            if spec is not None:
+                self.rule = spec.rule or self.rule
             if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
                 _compare(self.tasks[asked.task], decoder, batch, asked.turn, contexts, base, spec)
             if self.generate is not None:

@@ -66,6 +66,7 @@ def distill(
     progress: Progress = silent,
     template_kwargs: dict[str, Any] | None = None,
     generator: Generator | None = None,
+    queued: int = 1,
 ) -> Path:
     """Answer every prompt (its questions one after another, see `prompt_of`) and append the records to `out`.
 
@@ -78,7 +79,9 @@ def distill(
     reason in `OUT.skipped.json`; the others go on.
 
     Args:
-        generator: decodes a batch; None takes `generate`, which calls the model's own forward.
+        generator: decodes prompts; None takes `generate`, which calls the model's own forward.
+        queued: batches' worth of prompts that the generator gets at once. They are written, and continued after a kill,
+            as one batch.
         config: after `config.max_seconds` no further batch begins; the first one always does.
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
         StorageError on a full disk.
@@ -104,8 +107,9 @@ def distill(
     done = sum(job.id in finished for job in jobs)
     progress(done, len(jobs), f"{done} answers found in {out}" if done else "")
     began, worked = time.monotonic(), False
-    for start in _order(len(jobs), config, seed):
-        batch = jobs[start : start + config.batch_size]
+    together = config.batch_size * queued
+    for start in _order(len(jobs), together, config, seed):
+        batch = jobs[start : start + together]
         missing = [job for job in batch if job.id not in finished]
         if not missing:
             continue
@@ -168,9 +172,9 @@ def _make_jobs(
     return jobs, skipped
 
 
-def _order(jobs: int, config: DistillConfig, seed: int) -> list[int]:
+def _order(jobs: int, together: int, config: DistillConfig, seed: int) -> list[int]:
     """Index of every batch's first job, in the order of work: at random where time may not suffice for all."""
-    starts = list(range(0, jobs, config.batch_size))
+    starts = list(range(0, jobs, together))
     if config.max_seconds is not None:
         random.Random(seed).shuffle(starts)
     return starts

@@ -100,6 +100,9 @@ class EvalConfig:
     cycle_parts: bool = True
     #: Conversations decoded together.
     batch_size: int = 1
+    #: The next conversation takes the place of one that ended, at once; false lets the place stay empty until the whole
+    #: batch has ended.
+    refill: bool = True
     #: A check only: auto accepts the target as it was loaded, any other value must be its dtype (which target.dtype
     #: sets).
     dtype: str = "auto"

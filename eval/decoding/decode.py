@@ -24,6 +24,9 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.kernels.launch import synchronize
 
+#: contexts per row, of those given at once, with which few places stay empty on the whole
+QUEUED = 4
+
 
 @dataclass(frozen=True)
 class Cycle:

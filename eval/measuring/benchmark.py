@@ -21,7 +21,7 @@ from headstart.eval.measuring.conversations import Conversations
 from headstart.eval.measuring.generate import GenerateBaseline
 from headstart.eval.measuring.metrics import Pace, acceptance, expected_tau
 from headstart.eval.measuring.report import Report
-from headstart.eval.measuring.sweep import check_contexts, sweep, sweep_points
+from headstart.eval.measuring.sweep import check_contexts, queued, sweep, sweep_points
 from headstart.eval.measuring.task_results import TaskResults, report_of
 from headstart.eval.prompts import eval_prompts
 from headstart.heads.base import Head
@@ -160,7 +160,8 @@ class _Measurement:
 
     def run(self) -> None:
         decoder, drafter, config = self.decoder, self.drafter, self.config
-        for asked in self.conversations.batches(config.batch_size):
+        rows = config.batch_size
+        for asked in self.conversations.batches(queued(config, rows)):
             batch, contexts = self.contexts.of(asked.prompts, asked.turn)
             if not batch:
                 continue
@@ -168,8 +169,8 @@ class _Measurement:
                 self._warm_up(contexts)
                 self.ready_s = time.perf_counter() - self.began
             seed, limits = config.seed + asked.number, decoder.limits(contexts)
-            base = decoder.run(contexts, None, limits, seed) if self.plain else None
-            spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
+            base = decoder.run(contexts, None, limits, seed, rows=rows) if self.plain else None
+            spec = decoder.run(contexts, drafter, limits, seed, rows=rows) if drafter is not None else None
             _add(self.tasks[asked.task], batch, base, spec)
             if spec is not None:
                 self.rule = spec.rule or self.rule
@@ -195,7 +196,7 @@ class _Measurement:
         if tokens < 1:
             return
         for way in [None] * self.plain + [self.drafter] * (self.drafter is not None):
-            self.decoder.run(contexts, way, tokens, self.config.seed)
+            self.decoder.run(contexts, way, tokens, self.config.seed, rows=self.config.batch_size)
         if self.generate is not None:
             self._generate(tokens).run(contexts[0])
 

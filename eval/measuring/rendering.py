@@ -27,8 +27,8 @@ COLUMNS = (
 #: one more column for batches, whose rows end at different times
 ROW_COLUMN = "speed-up (row time)"
 ROW_NOTE = (
-    "speed-up (clock): tokens of whole batches by the wall clock, the places of ended rows stay empty; "
-    "speed-up (row time): by the time that rows spent decoding, as where a server fills those places at once"
+    "speed-up (clock): tokens of all rows by the wall clock, places that stay empty included; "
+    "speed-up (row time): by the time that rows spent decoding, as on a server where no place is ever empty"
 )
 
 

@@ -22,7 +22,7 @@ class Numbers:
         per_position_acceptance: share of the drafts that were accepted up to depth d.
         per_position_conditional: the same among those that were accepted up to the depth before.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
-        speedup: by the clock: the places of rows that have ended stay empty.
+        speedup: by the clock, places that stay empty included.
         speedup_ci95: over resampled prompts, at batch 1.
         row_speedup: by the time that rows spent decoding, as on a server that fills those places at once.
         latency: of "baseline" and "speculative" (None where it did not run): `first_token_p50_ms`, `first_token_p95_ms`

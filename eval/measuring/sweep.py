@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from headstart.eval.config import EvalConfig
+from headstart.eval.decoding.decode import QUEUED
 from headstart.eval.drafters import Drafter
 from headstart.eval.measuring.metrics import Timed, acceptance, speedup
 from headstart.heads.errors import ConfigError
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONTEXT_NOTE = "contexts are made by repeating each prompt's own tokens (or keeping the last of them)"
+
+
+def queued(config: EvalConfig, rows: int) -> int:
+    """Contexts that are decoded in one go, `rows` at a time. A single row is timed prompt by prompt."""
+    return rows * QUEUED if config.refill and rows > 1 else rows
 
 
 def sweep_points(config: EvalConfig) -> int:
@@ -108,11 +114,13 @@ def measure_point(
 ) -> dict[str, Any]:
     """Decode the same rows plainly and speculatively: at least `eval.sweep_prompts` of them, `batch` at a time.
 
-    `speedup` is by the clock: the places of ended rows stay empty. `row_speedup` is by the time that rows spent
-    decoding, as on a server that fills those places at once.
+    `speedup` is by the clock, places that stay empty included. `row_speedup` is by the time that rows spent decoding,
+    as on a server where no place is ever empty.
     """
-    batches = row_batches(contexts, max(batch, config.sweep_prompts), batch)
+    batches = row_batches(contexts, max(queued(config, batch), config.sweep_prompts), batch)
     count = len(batches) * batch
+    if queued(config, batch) > batch:
+        batches = [list(joined.from_iterable(batches))]
     point: dict[str, Any] = {"rows": count, "prompts": min(len(contexts), count)}
     rates: dict[str, float | None] = {}
     row_rates: dict[str, float | None] = {}
@@ -120,10 +128,10 @@ def measure_point(
         if name == "speculative" and way is None:
             continue
         if config.warmup_tokens > 0:
-            decoder.run(batches[0], way, config.warmup_tokens, config.seed)
+            decoder.run(batches[0], way, config.warmup_tokens, config.seed, rows=batch)
         timed, answers = Timed(), []
         for number, some in enumerate(batches):
-            decoded = decoder.run(some, way, decoder.limits(some), config.seed + number * batch)
+            decoded = decoder.run(some, way, decoder.limits(some), config.seed + number * batch, rows=batch)
             timed.add(decoded)
             answers += decoded.answers
         rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s

@@ -60,6 +60,7 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
             progress,
             dict(data.template_kwargs),
             generator,
+            1 if generator is None else generator.queued,
         )
     with open(path, encoding="utf-8") as lines:
         answers = sum(1 for _ in lines)

@@ -358,13 +358,18 @@ def test_target_without_template(target, prompts, tmp_path):
         distill(target, prompts, DistillConfig(), tmp_path / "o.jsonl")
 
 
+@pytest.mark.parametrize("queued", [1, EngineGenerator.queued])
 @pytest.mark.parametrize("kind", ["transformers", "fused"])
 @pytest.mark.parametrize("config", [DistillConfig(max_new_tokens=6, batch_size=3), SAMPLED], ids=["greedy", "sampled"])
-def test_the_engine_gives_the_same_answers(target, prompts, tmp_path, config, kind):
-    """Odd last batches, stops, several samples per prompt: to the byte what the model's own forward gives."""
+def test_the_engine_gives_the_same_answers(target, prompts, tmp_path, config, kind, queued):
+    """Odd last batches, stops, several samples per prompt: to the byte what the model's own forward gives.
+
+    Several batches' worth of prompts at once, of which rows that ended take the next one, change nothing.
+    """
     plain = distill(target, prompts, config, tmp_path / "plain.jsonl", seed=3).read_bytes()
     generator = EngineGenerator(target, config, kind)
-    assert distill(target, prompts, config, tmp_path / "engine.jsonl", 3, generator=generator).read_bytes() == plain
+    out = tmp_path / "engine.jsonl"
+    assert distill(target, prompts, config, out, 3, generator=generator, queued=queued).read_bytes() == plain
     assert generator.decoder.engine.batch == 3
     assert (generator.decoder.engine.fused is not None) == (kind == "fused")
 

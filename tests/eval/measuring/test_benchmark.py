@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
-from headstart.eval.decoding.decode import Answer
+from headstart.eval.decoding.decode import Answer, Decoded
+from headstart.eval.decoding.session import Decoder
 from headstart.eval.measuring.benchmark import evaluate, first_difference
 from headstart.eval.measuring.metrics import expected_tau
 from headstart.eval.measuring.rendering import render_markdown, render_table, render_tables, write_report
@@ -94,6 +95,33 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
         assert "…" not in text and max(map(len, text.splitlines())) <= width
         assert all(number in text for number in (f"{report.tau:.2f}", "3/3", f"{report.tokens_per_s:.1f}", "identical"))
         assert text.count("┃ task") > 1 and text.count("┓") == text.count("┘") == text.count("┃ task")
+
+
+def test_refilled_places_change_no_answer(
+    target: Target, eagle3: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks in batches of 2: the same answers and the same τ, in fewer forwards of the batch."""
+    records = [{"prompt_token_ids": [*range(5, 8 + n)], "task": "ab"[n > 5], "id": f"p{n}"} for n in range(9)]
+    data, original, forwards = write(tmp_path / "ids.jsonl", records), Decoder.run, [0]
+
+    def run(self: Decoder, *given: Any, **options: Any) -> Decoded:
+        decoded = original(self, *given, **options)
+        forwards[0] += len(decoded.cycle_s)
+        return decoded
+
+    def report_with(refill: bool) -> tuple[Report, int]:
+        forwards[0] = 0
+        return evaluate(target, eagle3.head, config_of(data, batch_size=2, refill=refill)), forwards[0]
+
+    monkeypatch.setattr(Decoder, "run", run)
+    # long and short answers by turns
+    monkeypatch.setattr(Decoder, "limits", lambda self, contexts: [4 + 22 * (len(c) % 2) for c in contexts])
+    (refilled, fewer), (waiting, more) = report_with(True), report_with(False)
+    assert refilled.greedy_identity == waiting.greedy_identity and refilled.greedy_identity["identical"] == 9
+    assert {name: section.tau for name, section in refilled.tasks.items()} == {
+        name: section.tau for name, section in waiting.tasks.items()
+    }
+    assert refilled.forwards == waiting.forwards and fewer < more
 
 
 def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file: str) -> None:

@@ -66,7 +66,7 @@ class BlockLayout:
     confidence: bool = False
     with_markov: bool = True
     more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     def tensors(self, missing: Verdict) -> list[TensorRule]:
         """Rules for all but the ends and the draft vocabulary. Args: missing: what the engine does without."""

@@ -76,7 +76,7 @@ DRAFTERS: dict[str, Drafting] = {
     "dflash": BLOCK_MARGINALS,
     "dspark": BLOCK,
     "domino": BLOCK,
-    "jetspec": BLOCK,
+    "jetspec": BLOCK_MARGINALS,
     "peagle": Drafting(
         ("chain", "ddtree"),
         lambda head, config: ParallelDrafter(head, config.tree, Sampling.from_config(config)),

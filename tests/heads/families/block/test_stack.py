@@ -31,7 +31,7 @@ interpreter = pytest.mark.skipif(
 ODD_DIMS = replace(DIMS, num_heads=6, num_kv_heads=2, head_dim=8, rope_parameters=PARTIAL_ROPE)
 
 
-def make(dtype: torch.dtype = torch.float64, dims: HeadDims = DIMS, **fields):
+def make(dtype: torch.dtype = torch.float64, dims: HeadDims = DIMS, causal: bool = False, **fields):
     """A head with random weights and a pack of two documents; 11 anchors of different depths."""
     torch.manual_seed(0)
     head = build_head(DFlashConfig(**{"depth": 3, "mask_token_id": 5, "layers": 3, **fields}), dims)
@@ -39,6 +39,7 @@ def make(dtype: torch.dtype = torch.float64, dims: HeadDims = DIMS, **fields):
         for parameter in head.parameters():
             parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 + (parameter.ndim < 2))
     head = head.to(dtype)
+    head.causal = causal
     width, vocab = dims.hidden_size, dims.vocab_size
     weight = torch.randn(vocab, width, dtype=dtype)
     head.bind(TargetEnds(torch.randn(vocab, width, dtype=dtype), Teacher(weight)))
@@ -81,6 +82,7 @@ def fast(head, batch: FeatureBatch) -> Tensor:
 CASES = {
     "fill in": {},
     "anchor first": {"sample_from_anchor": True},
+    "causal": {"causal": True},
     "odd heads, partial rope": {"dims": ODD_DIMS, "layers": 1},
 }
 

@@ -461,7 +461,6 @@ REFERENCES: dict[str, Reference] = {
                 "fc_norm": "stream",
                 "train_embeddings": True,
             },
-            "one draft": {"depth": 1},
         },
     ),
 }

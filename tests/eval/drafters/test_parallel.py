@@ -22,7 +22,7 @@ from headstart.heads.families import PEagleConfig, build_head
 from headstart.heads.targets.target import Target
 
 Heads = Callable[[str], Trained]
-NAMES = [name for name, family in DRAFTING_HEADS.items() if family == "peagle" and name != "peagle, one draft"]
+NAMES = [name for name, family in DRAFTING_HEADS.items() if family == "peagle"]
 each_head = pytest.mark.parametrize("name", NAMES)
 DEPTH = 4
 

@@ -144,8 +144,8 @@ def decode(
     places.refill()
     cycle_s = []
     if record.any_active:
-        captured = graphs is not None and loop.captures
-        cycles = graphs.run(loop, places.refill) if captured else uncaptured_cycles(loop, places.refill)
+        run = graphs.run if graphs is not None and loop.captures else uncaptured_cycles
+        cycles = run(loop, places.refill)
         with closing(cycles):
             for table in cycles:
                 arrival = time.perf_counter()

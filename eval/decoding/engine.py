@@ -174,7 +174,7 @@ class Engine:
         """Copy the context that `aside` holds into a row, all but its length (`state`). Args: slots: its tokens."""
         if self.generic is None:
             assert isinstance(self.kv, Buffers) and isinstance(aside.kv, Buffers)
-            self.kv.take_row(row, aside.kv, slots)
+            Buffers.take_row(self.kv, row, aside.kv, slots)
         else:
             assert aside.generic is not None
             self.generic.take_row(row, aside.generic, slots)

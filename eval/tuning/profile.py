@@ -77,15 +77,19 @@ class Recorder:
     """Wraps a drafter and records what is accepted of its trees. It records on the host, so cycles are not captured."""
 
     captures = False
-    state: list[tuple[object, str]] = []  # noqa: RUF012
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
         self.name, self.spec, self.max_nodes = drafter.name, drafter.spec, drafter.max_nodes
         self.accepted: list[int] = []
         self.ranks: list[NDArray[np.int64]] = []
-        #: per row of the batch: (tokens committed before, drafted tokens) of every cycle; see `recorded_ranks`
+        #: per context, in the order in which they began: (tokens committed before, drafted tokens) of every cycle; see
+        #: `recorded_ranks`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
+
+    @property
+    def state(self) -> list[tuple[object, str]]:
+        return self.drafter.state
 
     @property
     def prepare_s(self) -> float:
@@ -97,7 +101,17 @@ class Recorder:
     def start(self, context: Rows, capacity: int) -> None:
         self.offsets = [0] * context.tokens_BJ.shape[0]
         self.proposals = [[] for _ in self.offsets]
+        self.contexts = list(range(len(self.offsets)))  # which one each row decodes
         self.drafter.start(context, capacity)
+
+    def aside(self) -> Recorder:
+        return Recorder(self.drafter.aside())
+
+    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
+        assert isinstance(aside, Recorder)
+        self.offsets[row], self.contexts[row] = 0, len(self.proposals)
+        self.proposals.append([])
+        self.drafter.take_row(row, aside.drafter, slots)
 
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         self.tree = self.drafter.propose(roots_B, generator)
@@ -111,7 +125,7 @@ class Recorder:
             if count == 0:
                 continue
             self.accepted.append(count - 1)
-            self.proposals[row].append((self.offsets[row], np.array(drafted[row])))
+            self.proposals[self.contexts[row]].append((self.offsets[row], np.array(drafted[row])))
             self.offsets[row] += count
             if rank_BKN is not None:
                 path = follow(parent[row], drafted[row], tokens[row][1:count])

@@ -21,6 +21,7 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.eval.measuring.metrics import Timed
+from headstart.eval.tuning.profile import Recorder
 from headstart.heads.targets.target import Target
 
 #: lengths on both sides of what the first contexts have, and limits that end rows at different cycles
@@ -90,6 +91,22 @@ def test_every_drafter_takes_over_rows(
     # a second queue on the same drafter, with other buffers
     again = queued(target, drafter, rows=3)
     assert [answer.cycles for answer in again.answers] == [answer.cycles for answer in separate]
+
+
+def test_what_is_recorded_belongs_to_its_context(target: Target, trained: Callable[[str], Trained]) -> None:
+    head = trained("eagle3").head
+    recorder = Recorder(build_drafter(head, EvalConfig(tree=tree_of("chain"))))
+    queued(target, recorder)
+    proposals, accepted = recorder.proposals, sorted(recorder.accepted)
+    assert len(proposals) == len(QUEUE) and proposals[2] == []
+    separate = []
+    for number, (context, limit) in enumerate(zip(QUEUE, LIMITS, strict=True)):
+        alone_recorder = Recorder(recorder.drafter)
+        run(target, alone_recorder, [context], limit)
+        separate += alone_recorder.accepted
+        pairs = zip(proposals[number], alone_recorder.proposals[0], strict=True)
+        assert all(one[0] == other[0] and (one[1] == other[1]).all() for one, other in pairs)
+    assert accepted == sorted(separate)
 
 
 def test_prompt_lookup_takes_over_rows(target: Target) -> None:

@@ -196,7 +196,8 @@ def _chain_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor,
 
 def _as_wide(q: Tensor, p: Tensor) -> Tensor:
     """q in the dtype and vocabulary of p: targets pad their output matrix beyond the tokens that drafts know."""
-    return torch.nn.functional.pad(q.to(p.dtype), (0, p.shape[-1] - q.shape[-1]))
+    missing = p.shape[-1] - q.shape[-1]
+    return torch.nn.functional.pad(q.to(p.dtype), (0, missing)) if missing else q.to(p.dtype)
 
 
 def _normalised(q: Tensor) -> Tensor:
@@ -234,20 +235,23 @@ def block_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, 
         reach_BM: P_0 … P_N.
         ends_BN: h of every node, the probability that the path ends there if it does not end later. 0 = not drafted.
     """
+    tiny, token_BN1 = torch.finfo(p_BMV.dtype).tiny, tree.tokens_BN[:, :, None]
     drafted_BN, before_BNV = _closed(tree, tree.valid_BN), p_BMV[:, :-1]
-    wide_q_BNV, token_BN1 = _normalised(_as_wide(q_BNV, before_BNV)), tree.tokens_BN[:, :, None]
-    ratio_BN = _ratio(before_BNV.gather(-1, token_BN1)[..., 0], wide_q_BNV.gather(-1, token_BN1)[..., 0])
-    reach = [torch.ones_like(p_BMV[:, 0, 0])]
-    for n in range(tree.nodes):
-        reach.append((reach[-1] * ratio_BN[:, n]).clamp(max=1.0))
-    reach_BM = torch.stack(reach, 1)
-    # Z_1 … Z_{N-1}: what P · p has beyond q at the row of every node but the last
-    beyond_BnV = (reach_BM[:, 1:-1, None] * before_BNV[:, 1:]).sub_(wide_q_BNV[:, 1:]).clamp_(min=0.0)
-    z_Bn, p_Bn = beyond_BnV.sum(-1), reach_BM[:, 1:-1]
+    # q need not sum to 1 exactly: p is scaled to it, which is cheaper than to divide q
+    wide_q_BNV = _as_wide(q_BNV, p_BMV)
+    scale_BN = wide_q_BNV.sum(-1).clamp(min=tiny)
+    ratio_BN = _ratio(before_BNV.gather(-1, token_BN1)[..., 0] * scale_BN, wide_q_BNV.gather(-1, token_BN1)[..., 0])
+    # the recursion in logs, for all levels at once: log P_i = S_i - max(0, S_1 … S_i) with S_i = Σ log p(x)/q(x)
+    sum_BN = ratio_BN.log().cumsum(1)
+    p_BN = (sum_BN - sum_BN.cummax(1).values.clamp(min=0.0)).exp()
+    # Z of every node but the last, which no row of q follows
+    p_Bn, scale_Bn = p_BN[:, :-1], scale_BN[:, 1:]
+    beyond_BnV = ((p_Bn * scale_Bn)[:, :, None] * before_BNV[:, 1:]).sub_(wide_q_BNV[:, 1:]).clamp_(min=0.0)
+    z_Bn = beyond_BnV.sum(-1) / scale_Bn
     # Z = 0 and P = 1 say that p = q: the next draft is accepted for certain, so the path does not end here
-    h_Bn = z_Bn / (z_Bn + (1.0 - p_Bn)).clamp(min=torch.finfo(z_Bn.dtype).tiny)
-    inner_BN = torch.cat([torch.where(drafted_BN[:, 1:], h_Bn, p_Bn), reach_BM[:, -1:]], 1)
-    return reach_BM, torch.where(drafted_BN, inner_BN, 0.0)
+    h_Bn = z_Bn / (z_Bn + (1.0 - p_Bn)).clamp(min=tiny)
+    ends_BN = torch.cat([torch.where(drafted_BN[:, 1:], h_Bn, p_Bn), p_BN[:, -1:]], 1)
+    return torch.nn.functional.pad(p_BN, (1, 0), value=1.0), torch.where(drafted_BN, ends_BN, 0.0)
 
 
 def walk_block(tree: Tree, ends_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -223,6 +223,10 @@ def test_narrow_draft_vocabularies_and_padded_targets() -> None:
     assert tree.q_BNV is not None and (tree.tokens_BN < 3).all()
     total, _ = outcomes(replace(tree, q_BNV=tree.q_BNV[..., :3]), p_BMV, weight_B)
     assert check(total, p, 4, 4) < 1e-12
+    # q as it may be after rounding, which sums to 1 nearly
+    about_BNV = tree.q_BNV[..., :3] * torch.tensor([1.1, 0.9, 1.0])[:, None]
+    scaled, _ = outcomes(replace(tree, q_BNV=about_BNV), p_BMV, weight_B)
+    assert scaled == pytest.approx(total, abs=1e-12)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.0, top_p=0.6), Sampling(1.3, min_p=0.3)])

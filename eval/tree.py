@@ -44,6 +44,8 @@ class Tree:
         linear: whether every node's parent is the node before it (a chain): accepted KV is then in its place already.
         score_BN: how sure the draft is of each node, or None. Dynamic trees and trees over marginals give the
             cumulative log-probability that they chose their nodes by; it is never above the parent's.
+        confidence_BN: float32, logit of the probability that a node is accepted if its ancestors are, as the draft says
+            it. None where it was not asked (drafter.ConfidentDrafter) or where the drafter has none.
     """
 
     tokens_BN: Tensor
@@ -54,6 +56,7 @@ class Tree:
     q_BNV: Tensor | None = None
     linear: bool = False
     score_BN: Tensor | None = None
+    confidence_BN: Tensor | None = None
 
     @property
     def nodes(self) -> int:

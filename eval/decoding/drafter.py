@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -81,3 +81,20 @@ class Drafter(Protocol):
     def commit(self, accepted: Rows) -> None:
         """Take over the last root and the accepted drafts, with the target's features. Idle rows have count 0."""
         ...
+
+
+@runtime_checkable
+class ConfidentDrafter(Protocol):
+    """What a drafter has besides if it can say how sure it is of the drafts of a chain (`Tree.confidence_BN`).
+
+    Attributes:
+        says_confidence: whether it does; False unless somebody asks, since that costs time. Captured cycles keep what
+            it was at their capture.
+        confidence_source: where it takes that from: "confidence" (a confidence head) or "draft_probability" (its own
+            probability of the draft).
+    """
+
+    says_confidence: bool
+
+    @property
+    def confidence_source(self) -> str: ...

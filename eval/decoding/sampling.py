@@ -12,6 +12,9 @@ from headstart.eval.kernels.argmax import argmax
 from headstart.heads.numerics import wide
 from headstart.heads.sampling import distribution
 
+#: `logit_of` holds probabilities this far from 0 and 1: logits stay within ±13.9
+NEAREST = 1e-6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -70,6 +73,17 @@ def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     """Distribution after all processors, […, V], float32 (float64 stays): see heads.sampling.distribution."""
     penalised = penalise(logits, sampling, seen)
     return distribution(penalised, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+
+def logit_of(q: Tensor) -> Tensor:
+    """logit(q) of probabilities, in float32 (float64 stays), finite for 0 and 1 too."""
+    return torch.logit(wide(q).clamp(NEAREST, 1 - NEAREST))
+
+
+def logit_of_best(logits: Tensor) -> Tensor:
+    """logit(q) of the most likely token at temperature 1: […, V] → […]."""
+    logits = wide(logits)
+    return logit_of((logits.amax(-1) - logits.logsumexp(-1)).exp())
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

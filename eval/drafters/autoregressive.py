@@ -21,7 +21,15 @@ from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import (
+    Sampling,
+    add_seen,
+    context_seen,
+    draw,
+    logit_of_best,
+    penalise,
+    probabilities,
+)
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.layer import all_start_widths, appended, start_widths
@@ -49,11 +57,16 @@ class AutoregressiveDrafter:
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
         #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
+        self.says_confidence = False
         self.prepare_s = 0.0
         self.step: DraftStep
         self.kv: Buffers
         self._made = False
         self._aside: AutoregressiveDrafter | None = None
+
+    @property
+    def confidence_source(self) -> str:
+        return "draft_probability"
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -164,6 +177,7 @@ class AutoregressiveDrafter:
         seen_BV = self.seen_BV
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
+        confidences: list[Tensor] = []
         for depth in range(1, self.tree.depth + 1):
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
             if sampled:
@@ -173,13 +187,20 @@ class AutoregressiveDrafter:
             else:
                 logits_BU = penalise(logits_B1U[:, 0], self.sampling, seen_BU)
                 tokens.append(argmax(logits_BU, self.head.draft_ids_U)[:, None])
+                if self.says_confidence:
+                    confidences.append(logit_of_best(logits_BU))
             if depth == self.tree.depth:
                 break
             seen_BV = add_seen(seen_BV, tokens[-1])
             position_B1 = lined.ahead_DB[depth - 1][:, None]
             visibility = Visibility(position_B1, position_B1, self.length_B)
             g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, visibility)
-        return replace(self._chain, tokens_BN=torch.cat(tokens, 1), q_BNV=torch.stack(qs, 1) if qs else None)
+        return replace(
+            self._chain,
+            tokens_BN=torch.cat(tokens, 1),
+            q_BNV=torch.stack(qs, 1) if qs else None,
+            confidence_BN=torch.stack(confidences, 1) if confidences else None,
+        )
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""

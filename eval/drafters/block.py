@@ -23,7 +23,15 @@ from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import (
+    Sampling,
+    add_seen,
+    context_seen,
+    draw,
+    logit_of_best,
+    penalise,
+    probabilities,
+)
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.layer import LayerPass, all_start_widths, norm_of, rope_tables, start_widths
 from headstart.eval.kernels.argmax import argmax
@@ -135,6 +143,7 @@ class BlockDrafter:
         self.marginals = drafted_marginals(tree, self.depth, head.draft_vocab_size or head.dims.vocab_size)
         if self.marginals is not None:
             self.depth, self.max_nodes = len(self.marginals.levels), self.marginals.nodes
+        self.says_confidence = False
         self.prepare_s = 0.0
         self.step: BlockPass
         self.kv: Buffers
@@ -148,6 +157,10 @@ class BlockDrafter:
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         by_rows = self.step.products(batch, self._walks)
         return [(linears, rows) for rows, linears in sorted(by_rows.items()) if linears]
+
+    @property
+    def confidence_source(self) -> str:
+        return "confidence" if self.head.has_confidence else "draft_probability"
 
     @property
     def _sampled(self) -> bool:
@@ -237,7 +250,27 @@ class BlockDrafter:
         tokens_BK, q_BKU = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
         if q_BKU is not None:
             q_BKU = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)
-        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU)
+        confidence_BK = self._confidence(hidden_KBD, logits_KBU, roots_B, tokens_BK) if self.says_confidence else None
+        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU, confidence_BN=confidence_BK)
+
+    def _confidence(
+        self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, tokens_BK: Tensor
+    ) -> Tensor | None:
+        """See Tree.confidence_BN. None for drafts that were drawn without a confidence head: their q is in the tree.
+
+        Args: logits_KBU: without the correction.
+        """
+        hidden_BKD = hidden_KBD.transpose(0, 1)
+        previous_BK = torch.cat([roots_B[:, None], tokens_BK[:, :-1]], 1)
+        if self.head.has_confidence:
+            return wide(self.head.confidence_logits(hidden_BKD, previous_BK))
+        if self._sampled or self.sampling.penalises:
+            return None
+        logits_BKU, low_BKr = logits_KBU.transpose(0, 1), self.head.corrections(hidden_BKD, previous_BK)
+        if self.step.up is not None and low_BKr is not None:
+            logits_RU = self.step.up(low_BKr.flatten(0, 1).contiguous(), logits_BKU.flatten(0, 1).contiguous())
+            logits_BKU = logits_RU.view(logits_BKU.shape)
+        return logit_of_best(logits_BKU)
 
     def _choose(
         self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.sampling import Sampling, add_seen, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, draw, logit_of_best, penalise, probabilities
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.kernels.argmax import argmax
@@ -81,7 +81,10 @@ class ParallelDrafter(AutoregressiveDrafter):
             logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
             return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U)
         tokens_BK, q_BKV = self._drawn(logits_BKU, generator)
-        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV)
+        # drafts that were drawn have their q in the tree; a penalty depends on the drafts before
+        says = self.says_confidence and q_BKV is None and not self.sampling.penalises
+        confidence_BK = logit_of_best(logits_BKU) if says else None
+        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV, confidence_BN=confidence_BK)
 
     def _drawn(self, logits_BKU: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
         """(a token of every depth, what it was drawn from; None for the most likely ones).

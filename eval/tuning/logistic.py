@@ -21,14 +21,6 @@ RIDGE = 1.0
 LARGEST_STEP = 1.0
 #: Newton steps of an update on the device
 UPDATE_STEPS = 3
-#: q is held this far from 0 and 1: logits stay within ±13.8
-NEAREST = 1e-6
-
-
-def logit_of(q: Tensor) -> Tensor:
-    """logit(q) of probabilities, float32 at least, finite for 0 and 1 too."""
-    wide = q if q.dtype == torch.float64 else q.float()
-    return torch.logit(wide.clamp(NEAREST, 1 - NEAREST))
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,18 @@ class Corrected(BlockCosts):
         raise NotImplementedError
 
     @property
+    def has_confidence(self) -> bool:
+        """Whether a confidence head says how sure the draft is of itself (`confidence_logits`)."""
+        return False
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """logit(p) of every draft [...], p the probability that it is accepted if all before it are.
+
+        Args: hidden: outputs of the slots [..., D]. previous: int64 [...], the token before each draft.
+        """
+        raise NotImplementedError
+
+    @property
     def reads_overlap(self) -> bool:
         """Whether `more_terms` reads the drafts' overlap with the target's distribution."""
         return False

@@ -156,8 +156,12 @@ class DSparkHead(BlockHead):
         return self.confidence_head["proj"](torch.cat((hidden, e), -1))[..., 0]
 
     @property
-    def reads_overlap(self) -> bool:
+    def has_confidence(self) -> bool:
         return self.confidence_head is not None
+
+    @property
+    def reads_overlap(self) -> bool:
+        return self.has_confidence
 
     def metrics(self, depths: int) -> tuple[str, ...]:
         """As the base class's; with a confidence head, also the means, over the drafts that carry a loss, of

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.eval.decoding.sampling import logit_of, logit_of_best
 from headstart.eval.tuning import logistic
 from headstart.eval.tuning.calibration import (
     Outcomes,
@@ -195,8 +196,12 @@ def test_an_update_forgets_and_idle_rows_change_nothing() -> None:
 
 
 def test_logit_of_a_certain_draft_is_finite() -> None:
-    found = logistic.logit_of(torch.tensor([0.0, 0.25, 1.0]))
+    found = logit_of(torch.tensor([0.0, 0.25, 1.0]))
     assert found.tolist() == pytest.approx([-13.8155, -1.0986, 13.8], abs=0.05)
+    logits_2U = torch.tensor([[0.3, 1.7, -0.5], [60.0, 0.0, 1.0]])
+    q_2 = logits_2U.double().softmax(-1).amax(-1)
+    assert float(logit_of_best(logits_2U)[0]) == pytest.approx(math.log(q_2[0] / (1 - q_2[0])), abs=1e-4)
+    assert float(logit_of_best(logits_2U)[1]) == pytest.approx(13.8, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", ["temperature", "logistic"])

@@ -1,0 +1,164 @@
+"""What drafts say of themselves, recorded while they are decoded: against training's slots and against q."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eval_help import CONTEXTS, DRAFTING_HEADS, NEW_TOKENS, Trained, run, tokens_of
+from torch import Tensor
+
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decoding.decode import Answer, Cycle, slots_needed
+from headstart.eval.decoding.drafter import ConfidentDrafter
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import Loop
+from headstart.eval.decoding.sampling import Sampling, logit_of
+from headstart.eval.drafters import DRAFTERS, Drafter, build_drafter
+from headstart.eval.tree import Tree
+from headstart.eval.tuning.calibration import calibrate
+from headstart.eval.tuning.recording import Recorder, asked_for_confidence
+from headstart.heads.errors import ConfigError
+from headstart.heads.targets.target import Target
+
+Heads = Callable[[str], Trained]
+CHAINS = [name for name, family in DRAFTING_HEADS.items() if "chain" in DRAFTERS[family].kinds]
+#: heads with a confidence head, and heads that say q
+SURE = [name for name in CHAINS if DRAFTING_HEADS[name] == "dspark"]
+OTHERS = [name for name in ("dflash", "domino", "eagle3", "eagle", "peagle") if name in CHAINS]
+DEPTH = 4
+
+
+def drafter_of(head: Any, temperature: float = 0.0, **options: Any) -> Drafter:
+    config = EvalConfig(tree=TreeConfig(kind="chain", depth=DEPTH, sample=temperature > 0), temperature=temperature)
+    for name, value in options.items():
+        setattr(config, name, value)
+    return build_drafter(head, config)
+
+
+def recorded(target: Target, drafter: Drafter, **options: Any) -> tuple[list[Answer], Recorder, str]:
+    recorder = Recorder(len(CONTEXTS), NEW_TOKENS, drafter.max_nodes)
+    with asked_for_confidence(drafter) as source:
+        answers = run(target, drafter, scheduler=recorder, **options)
+    return answers, recorder, source
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_a_confidence_head_says_what_it_says_in_training(
+    target: Target, trained: Heads, plain: list[Answer], name: str
+) -> None:
+    """Up to the first rejection, the tokens before a draft are the answer's, which training read too."""
+    head, batch = trained(name).head, trained(name).batch
+    answers, recorder, source = recorded(target, drafter_of(head))
+    assert source == "confidence" and tokens_of(answers) == tokens_of(plain)
+    outcomes = recorder.outcomes(answers)
+    hidden_AKD, row_A = head.slots(batch), batch.anchors.row_A.tolist()
+    depth_K = torch.arange(1, head.depth + 1)
+    previous_AK = batch.tokens_R[(batch.anchors.row_A[:, None] + depth_K).clamp(max=len(batch.tokens_R) - 1)]
+    expected_AK = head.confidence_logits(hidden_AKD, previous_AK).detach()
+    n, begin, compared = 0, 0, 0
+    for context, answer in zip(CONTEXTS, answers, strict=True):
+        row = begin + len(context) - 1  # the row whose root is the answer's first token
+        for cycle in answer.cycles:
+            for k in range(min(cycle.accepted + 1, int(outcomes.judged_S[n]))):
+                if row in row_A:
+                    expected = float(expected_AK[row_A.index(row), k])
+                    assert float(outcomes.logit_SK[n, k]) == pytest.approx(expected, abs=2e-4), (n, k)
+                    compared += 1
+            row += cycle.committed
+            n += 1
+        begin += len(context) + len(answer.tokens)
+    assert n == len(outcomes.accepted_S) and compared > 40
+    assert outcomes.logit_SK[outcomes.known_SK].std() > 0.05
+
+
+def first_tree(target: Target, drafter: Drafter, sampling: Sampling, seed: int = 0) -> Tree:
+    """The drafts behind CONTEXTS and three roots."""
+    engine = Engine(target.model, len(CONTEXTS), slots_needed(max(map(len, CONTEXTS)), NEW_TOKENS, drafter))
+    loop = Loop(engine, drafter, sampling, torch.Generator().manual_seed(seed))
+    with torch.inference_mode():
+        loop.start(CONTEXTS, [NEW_TOKENS] * 3, [set()] * 3)
+    return drafter.propose(torch.tensor([30, 7, 12]), torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_heads_say_their_probability_of_the_draft(target: Target, trained: Heads, name: str) -> None:
+    """The most likely token's q, as a drafter that draws puts it into its tree."""
+    head = trained(name).head
+    drafter = drafter_of(head)
+    assert isinstance(drafter, ConfidentDrafter) and first_tree(target, drafter, Sampling()).confidence_BN is None
+    with asked_for_confidence(drafter) as source:
+        tree = first_tree(target, drafter, Sampling())
+    assert source == "draft_probability" and tree.confidence_BN is not None
+    assert tree.confidence_BN.shape == tree.tokens_BN.shape and not drafter.says_confidence
+    compared = set()
+    for seed in range(12):
+        drawn = first_tree(target, drafter_of(head, 1.0), Sampling(temperature=1.0), seed)
+        assert drawn.q_BNV is not None
+        best_BK = logit_of(drawn.q_BNV.amax(-1))
+        for b in range(len(CONTEXTS)):
+            for k in range(tree.nodes):
+                assert float(tree.confidence_BN[b, k]) == pytest.approx(float(best_BK[b, k]), abs=2e-3), (b, k)
+                compared.add(k)
+                if drawn.tokens_BN[b, k] != tree.tokens_BN[b, k]:
+                    break  # what follows is drafted behind another token
+    assert len(compared) > 1
+
+
+def test_drawn_chains_are_recorded_by_their_q(target: Target, trained: Heads) -> None:
+    drafter, trees = drafter_of(trained("eagle3").head, 1.0), []
+
+    class Listening(Recorder):
+        def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
+            trees.append(tree)
+            return super().choose(tree, roots_B, active_B)
+
+    recorder = Listening(len(CONTEXTS), NEW_TOKENS, drafter.max_nodes)
+    with asked_for_confidence(drafter):
+        answers = run(target, drafter, sampling=Sampling(temperature=1.0), scheduler=recorder)
+    outcomes = recorder.outcomes(answers)
+    n = 0
+    for row, answer in enumerate(answers):
+        for turn, _ in enumerate(answer.cycles):
+            q_NV, tokens_N = trees[turn].q_BNV[row], trees[turn].tokens_BN[row]
+            said = [float(logit_of(q_V[token])) for q_V, token in zip(q_NV, tokens_N, strict=True)]
+            assert outcomes.logit_SK[n].tolist() == pytest.approx(said, abs=1e-5)
+            n += 1
+    assert n == len(outcomes.accepted_S) > 10
+
+
+def test_records_of_a_run_can_be_calibrated_and_batches_do_not_mix(target: Target, trained: Heads) -> None:
+    drafter = drafter_of(trained("dspark").head)
+    first, recorder, source = recorded(target, drafter)
+    before = recorder.outcomes(first)
+    with asked_for_confidence(drafter):
+        again = run(target, drafter, scheduler=recorder)
+    assert torch.equal(recorder.outcomes(again).logit_SK, before.logit_SK)
+    found = calibrate(before, before, "temperature", source, "tiny")
+    assert found.positions == DEPTH and sum(found.ece_after) < sum(found.ece_before)
+
+
+def test_cut_cycles_know_only_what_was_accepted() -> None:
+    recorder = Recorder(2, 3, 2)
+    recorder.logit_TBK[:] = torch.arange(20.0).view(5, 2, 2)
+    answers = [Answer(cycles=[Cycle(2, 1, 2), Cycle(2, 2, 2)]), Answer(cycles=[Cycle(2, 0, 1), Cycle(0, 0, 1)])]
+    outcomes = recorder.outcomes(answers)
+    assert outcomes.logit_SK.tolist() == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert outcomes.accepted_S.tolist() == [1, 2, 0, 0] and outcomes.judged_S.tolist() == [2, 2, 2, 0]
+    one = recorder.outcomes([Answer(cycles=[Cycle(2, 1, 1)])])
+    assert one.judged_S.tolist() == [1]
+    for wrong in ([Answer()] * 3, [Answer(before=2)]):
+        with pytest.raises(ValueError, match="expected one of each row"):
+            recorder.outcomes(wrong)
+
+
+def test_what_cannot_be_recorded_is_refused(target: Target, trained: Heads) -> None:
+    head = trained("eagle3").head
+    silent = drafter_of(head)  # nobody asked it
+    with pytest.raises(ConfigError, match="says neither how sure it is"):
+        run(target, silent, scheduler=Recorder(len(CONTEXTS), NEW_TOKENS, silent.max_nodes))
+    tree = build_drafter(head, EvalConfig(tree=TreeConfig(kind="dynamic", depth=3, k=2, total_tokens=6)))
+    with pytest.raises(ConfigError, match="found a tree, expected a chain"):
+        run(target, tree, scheduler=Recorder(len(CONTEXTS), NEW_TOKENS, tree.max_nodes))

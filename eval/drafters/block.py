@@ -253,9 +253,7 @@ class BlockDrafter:
         confidence_BK = self._confidence(hidden_KBD, logits_KBU, roots_B, tokens_BK) if self.says_confidence else None
         return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU, confidence_BN=confidence_BK)
 
-    def _confidence(
-        self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, tokens_BK: Tensor
-    ) -> Tensor | None:
+    def _confidence(self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, tokens_BK: Tensor) -> Tensor | None:
         """See Tree.confidence_BN. None for drafts that were drawn without a confidence head: their q is in the tree.
 
         Args: logits_KBU: without the correction.

@@ -14,6 +14,9 @@ from headstart.heads.formats.sidecar import served_name
 from headstart.heads.rope import positions_with_one_rope
 from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET
 
+#: the kind of tree that no engine serves: where others are the best, engines that draft trees make their own
+UNSERVED = "ddtree"
+
 
 @dataclass(frozen=True)
 class TunedBatch:
@@ -23,6 +26,7 @@ class TunedBatch:
         label: of the best tree. tau: its τ. predicted, measured: its speed-ups. speculate: whether drafting pays.
         chain: length of the best chain, which is what engines draft; None if none was measured.
         chain_speedup: its predicted speed-up.
+        kind: of the best tree (`eval.tree.kind`).
     """
 
     device: str
@@ -34,6 +38,7 @@ class TunedBatch:
     speculate: bool
     chain: int | None
     chain_speedup: float | None
+    kind: str
 
 
 def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
@@ -50,7 +55,7 @@ def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
                         str(device), int(batch), str(choice["label"]), float(choice["tau"]),
                         float(choice["predicted_speedup"]), float(choice["measured_speedup"]),
                         bool(choice["speculate"]), int(best["tree"]["depth"]) if best else None,
-                        float(best["predicted_speedup"]) if best else None,
+                        float(best["predicted_speedup"]) if best else None, str(choice["tree"]["kind"]),
                     )
                 )  # fmt: skip
             except (KeyError, TypeError, ValueError, AttributeError):
@@ -81,8 +86,15 @@ def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
         tuned = f"chain at batch {chosen.batch} on {text(chosen.device)} (`headstart tune`, "
         tuned += f"{chosen.chain_speedup:.2f}× predicted)"
         if tokens != chosen.chain:
-            return f"{tokens} drafted tokens, as engines draft with this head; the best {tuned} has {chosen.chain}."
-        return f"{tokens} drafted tokens: the best {tuned}."
+            said = f"{tokens} drafted tokens, as engines draft with this head; the best {tuned} has {chosen.chain}."
+        else:
+            said = f"{tokens} drafted tokens: the best {tuned}."
+        if chosen.kind == UNSERVED:
+            said += (
+                f" The best tree there, {text(chosen.label)}, measured {chosen.measured:.2f}×, but engines serve no "
+                "trees over marginals."
+            )
+        return said
     if tuned_batches(side):
         return "`headstart tune` found no batch size at which drafting pays: measure before you deploy it."
     return ""

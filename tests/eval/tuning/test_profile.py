@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from beside import Beside
-from eval_help import Trained, run
+from eval_help import DRAFTING_HEADS, HEAD_TREES, Trained, run
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer
-from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.drafters import DRAFTERS, Drafter, build_drafter
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.profile import (
     ChainProfile,
@@ -23,6 +24,9 @@ from headstart.eval.tuning.profile import (
 )
 from headstart.eval.tuning.ranks import NEVER
 from headstart.heads.targets.target import Target
+
+#: heads that draft trees over marginals
+MARGINALS = [name for name, kind in HEAD_TREES if kind == "ddtree" and name != "peagle, one draft"]
 
 
 def test_chain_by_hand() -> None:
@@ -85,6 +89,36 @@ def test_smaller_dynamic_trees_follow_from_the_largest(
         assert profile.tau(tree) == pytest.approx(1 + np.mean(accepted)), tree
     # the sizes tell trees apart, else the comparison shows little
     assert len({round(profile.tau(tree), 6) for tree in trees}) >= 4
+
+
+@pytest.mark.parametrize("name", MARGINALS)
+def test_smaller_trees_over_marginals_follow_from_the_largest(
+    target: Target, trained: Callable[[str], Trained], name: str, long_answers: list[Answer]
+) -> None:
+    """Cycle by cycle: what `tune` learns of every size from one run. A chain or a static tree accepts no more."""
+    head, sizes = trained(name).head, (2, 5, 9, 15)
+
+    def drafter(tree: TreeConfig) -> Drafter:
+        made = build_drafter(head, EvalConfig(tree=tree))
+        assert made is not None
+        return made
+
+    static = "static" in DRAFTERS[DRAFTING_HEADS[name]].kinds
+    trees = [TreeConfig("ddtree", 3, total_tokens=nodes + 1) for nodes in sizes]
+    others = [TreeConfig("chain", 3), *([TreeConfig("static", 3, total_tokens=10)] if static else [])]
+    drafters = [drafter(tree) for tree in (*trees, *others)]
+    beside = Beside(drafter(TreeConfig("ddtree", 3, total_tokens=16)), drafters, long_answers)
+    answers = record(target, beside)
+    assert [answer.tokens for answer in answers] == [answer.tokens[:16] for answer in long_answers]
+    profile = beside.dynamic_profile()
+    means = [float(np.mean(accepted)) for accepted in beside.would]
+    for tree, mean in zip(trees, means, strict=False):
+        assert profile.tau(tree) == pytest.approx(1 + mean), tree
+    assert means[: len(sizes)] == sorted(means[: len(sizes)]) and means[0] < means[3]
+    # of nine nodes
+    assert all(means[2] >= mean for mean in means[len(sizes) :])
+    # some heads know nearly all of these answers
+    assert means[3] > means[len(sizes)] or means[len(sizes)] > 2.8
 
 
 def test_shorter_chains_follow_from_the_longest(target: Target, eagle3: Trained, long_answers: list[Answer]) -> None:

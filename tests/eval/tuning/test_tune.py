@@ -15,9 +15,10 @@ from rich.console import Console
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
-from headstart.eval.tuning.choice import Trial, finalists
+from headstart.eval.tuning.choice import Trial, finalists, overrides
 from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
-from headstart.eval.tuning.profile import ChainProfile
+from headstart.eval.tuning.profile import ChainProfile, DynamicProfile
+from headstart.eval.tuning.ranks import NEVER
 from headstart.eval.tuning.static import StaticProfile
 from headstart.eval.tuning.tune import (
     Choice,
@@ -132,6 +133,42 @@ def test_compared_trees_are_all_different() -> None:
         *("dynamic k2 d2 n3", "dynamic k2 d2 n6"),
         *("dynamic k2 d3 n3", "dynamic k2 d3 n7", "dynamic k2 d3 n10"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("verify_ms", "best"), [({1: 10, 60: 10}, 59), ({1: 10, 8: 10, 16: 10.5, 60: 30}, 15), ({1: 10, 60: 900}, 3)]
+)
+def test_the_budget_of_a_tree_over_marginals_follows_the_cost_of_verification(
+    verify_ms: dict[int, float], best: int
+) -> None:
+    """Flat costs take every node; where verification grows steeply, fewer nodes gain more. All have all levels."""
+    search = TuneConfig(depth=4, total_tokens=[4, 8, 16, 32, 60])
+    # ranks of the accepted nodes of four cycles among all nodes, best score first
+    path_ranks = [[0, 2, 12], [0, NEVER, NEVER], [1, 5, 40], [0, 6, NEVER]]
+    rank_CKK = np.full((4, 4, 4), NEVER)
+    for cycle, ranks in enumerate(path_ranks):
+        for level, rank in enumerate(ranks):
+            rank_CKK[cycle, level, level:] = rank
+    profiles: dict[str, Any] = {"chain": ChainProfile(np.zeros(4, dtype=np.int64)), "ddtree": DynamicProfile(rank_CKK)}
+    trees = compared_trees(profiles, search)
+    assert [tree_name(tree) for tree in trees[4:]] == [f"ddtree d4 n{n}" for n in (3, 7, 15, 31, 59)]
+    for tree in trees:
+        check_config(EvalConfig(tree=tree))
+    taus = [profiles["ddtree"].tau(tree) for tree in trees[4:]]
+    assert taus == [1 + n / 4 for n in (5, 7, 8, 8, 9)]
+    measured = costs()
+    measured.verify_s["tree"] = {tokens: ms / 1e3 for tokens, ms in verify_ms.items()}
+    measured.draft_s["ddtree"], measured.rest_s["ddtree"] = {3: 0.001, 59: 0.001}, {3: 0.001, 59: 0.001}
+    # what the sizes gain, by hand
+    for tree, tau in zip(trees[4:], taus, strict=True):
+        tokens = tree.total_tokens
+        seconds = np.interp(tokens, list(verify_ms), list(verify_ms.values())) / 1e3 + 0.002
+        assert expected_speedup(tau, measured, tree) == pytest.approx(tau * 0.010 / seconds)
+    chosen = predictions(profiles, measured, trees[4:])[0].tree
+    assert node_count(chosen) == best and chosen.depth == 4
+    assert draft_points(trees[4:]) == [trees[4], trees[6], trees[8]]
+    assert forwards(trees[4:]) == [("tree", n) for n in (4, 8, 16, 32, 60)]
+    assert overrides(chosen).startswith("eval.tree.kind=ddtree eval.tree.depth=4")
 
 
 def test_the_best_chain_is_among_the_finalists() -> None:

@@ -259,6 +259,11 @@ def test_the_card_launches_the_tuned_chain(exported: Path) -> None:
     ]
     assert '"num_speculative_tokens": 5' in card and "--speculative-num-steps 5" in card and "max_draft_len: 5" in card
     assert "5 drafted tokens: the best chain at batch 1 on card (`headstart tune`, 1.25× predicted)." in card
+    assert "marginals" not in card
+    side["tuned"] = {"card": {"batches": {"1": choice("ddtree", 32, True, 5)}}}
+    card = render_card("me/head", side, None, ["vllm"])
+    assert "1.25× predicted). The best tree there, ddtree32, measured 1.50×, but engines serve no trees over" in card
+    assert '"num_speculative_tokens": 5' in card
     side["tuned"] = {"card": {"batches": {"1": choice("chain", 6, False)}}}
     card = render_card("me/head", side, None, ["vllm"])
     assert "no batch size at which drafting pays" in card and '"num_speculative_tokens": 4' in card

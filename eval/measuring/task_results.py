@@ -79,6 +79,8 @@ def report_of(
         about: the Report's other fields.
     """
     sampling, total = Sampling.from_config(config), section_of(list(tasks.values()), config, identity)
+    # which rule ran is a fact of its own (Report.verification), and a server has its own rule
+    processors = {name: value for name, value in asdict(sampling).items() if name != "verification"}
     divergences = [case for results in tasks.values() for case in results.divergences]
     fields = {
         "data": describe_data(config.data),
@@ -91,7 +93,7 @@ def report_of(
         "tasks": {task: section_of([results], config, identity) for task, results in tasks.items()},
         "greedy_identity": None,
         "timing": {**_seconds(list(tasks.values())), **(timing or {})},
-        "sampling": {**_jsonable(asdict(sampling)), "acceptance": config.acceptance, "seed": config.seed},
+        "sampling": {**_jsonable(processors), "acceptance": config.acceptance, "seed": config.seed},
         "recipe": {},
         "versions": versions(),
         "git_revision": git_revision(),

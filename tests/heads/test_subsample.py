@@ -176,3 +176,19 @@ def test_anchors_are_subsampled_once_and_before_padding():
     keep = (1.0, 0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="once"):
         batch.subsampled(keep, 0).subsampled(keep, 0)
+
+
+@pytest.mark.parametrize("config", [eagle(), eagle3(), peagle()], ids=lambda config: config.type)
+def test_plans_know_how_many_rows_a_step_draws(config: HeadConfig):
+    """And a run of an earlier version, which did not have the field, goes on."""
+    whole = build_head(config, DIMS)
+    drawn = build_head(replace(config, row_fraction_first=0.25), DIMS)
+    assert whole.chosen_anchors(1000, 800) == 800 and drawn.chosen_anchors(1000, 800) == 200
+    assert drawn.kept_numbers(1000, 200, False) < whole.kept_numbers(1000, 800, False)
+    assert "row_fraction_first" not in config.identity() and "row_fraction_first" in drawn.config.identity()
+
+
+def test_few_drafts_need_few_rows_of_the_teacher():
+    """A tenth of the rows at 4 depths: logits of 0.4 of the rows. Half of them: of all rows, once."""
+    tenth, half = (build_head(eagle3(row_fraction_first=part), DIMS) for part in (0.1, 0.5))
+    assert tenth.teacher_rows(10.0) == pytest.approx(40) and half.teacher_rows(50.0) == pytest.approx(100)

@@ -26,6 +26,7 @@ from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.kernels.block_attention import BlockAttention, BlockRows
 from headstart.heads.kernels.block_attention_kernels import MAX_WIDTH
 from headstart.heads.kernels.device import wants_kernel
+from headstart.heads.kernels.rows import put_rows
 from headstart.heads.layers import DraftLayer, RMSNorm, Rope
 
 
@@ -105,16 +106,33 @@ class Blocks:
 
     def attend(self, q_NhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_NgD: Tensor, own_v_NgD: Tensor) -> Tensor:
         """Context [N, h, d] of the masked places of all depths, differentiable in all arguments."""
-
-        def by_slot(x: Tensor) -> Tensor:
-            return x.new_zeros(self._slots, *x.shape[1:]).index_copy_(0, self._slot_N, x)
-
-        q, own_k, own_v = by_slot(q_NhD), by_slot(own_k_NgD), by_slot(own_v_NgD)
+        q, own_k, own_v = (_Place.apply(x, self._slot_N, self._slots) for x in (q_NhD, own_k_NgD, own_v_NgD))
         return _Pick.apply(self._attention.attend(q, k_RgD, v_RgD, own_k, own_v), self._slot_N)
 
 
+def _placed(x: Tensor, row_n: Tensor, rows: int) -> Tensor:
+    """`rows` rows of zeros, with those of x at the places row_n."""
+    into = x.new_zeros(rows, *x.shape[1:])
+    put_rows(into, row_n, x)
+    return into
+
+
+class _Place(torch.autograd.Function):
+    """`_placed`, differentiable in x. No two places are the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, row_n: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(row_n)
+        return _placed(x, row_n, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (row_n,) = ctx.saved_tensors
+        return grad.index_select(0, row_n), None, None
+
+
 class _Pick(torch.autograd.Function):
-    """x[row_n], for rows that differ: its gradient is a copy, where indexing would add."""
+    """x[row_n], for places that differ: its gradient is a copy, where indexing would add."""
 
     @staticmethod
     def forward(ctx, x: Tensor, row_n: Tensor) -> Tensor:
@@ -125,4 +143,4 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (row_n,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, row_n, grad), None
+        return _placed(grad.contiguous(), row_n, ctx.rows), None

@@ -14,6 +14,7 @@ from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.kernels.choices import Choices
 from headstart.heads.errors import ConfigError, HeadstartError, in_one_line
 from headstart.heads.targets.target import Target
@@ -70,7 +71,7 @@ class Decoder:
 
     @property
     def path(self) -> str:
-        """"fused" (our kernels), or "generic" (transformers' own forward on our buffers)."""
+        """ "fused" (our kernels), or "generic" (transformers' own forward on our buffers)."""
         return "generic" if self.fused is None else "fused"
 
     @property
@@ -119,6 +120,7 @@ class Decoder:
         row_seeds: Tensor | None = None,
         stop: bool = True,
         rows: int | None = None,
+        scheduler: Scheduler = KEEP_ALL,
     ) -> Decoded:
         """`decode` on buffers that are large enough.
 
@@ -126,10 +128,11 @@ class Decoder:
             row_seeds: see `decode`.
             stop: False decodes on beyond the target's stop tokens, up to the limit.
             rows: contexts decoded at a time, where there are more of them; None = all.
+            scheduler: see `decode`. Captured cycles are its own.
         """
         rows = len(contexts) if rows is None else min(rows, len(contexts))
         try:
-            return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows)
+            return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows, scheduler)
         except (HeadstartError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - an error with another cause is raised again by the second run
@@ -138,7 +141,7 @@ class Decoder:
             self._give_up_fused(error)
         self.drop_buffers()
         self.graphs.clear()
-        return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows)
+        return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows, scheduler)
 
     def _run(
         self,
@@ -149,6 +152,7 @@ class Decoder:
         row_seeds: Tensor | None,
         stop: bool,
         rows: int,
+        scheduler: Scheduler,
     ) -> Decoded:
         longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
@@ -168,7 +172,7 @@ class Decoder:
         before = self.graphs.seconds
         decoded = decode(
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
-            graphs=self.graphs, row_seeds=row_seeds,
+            graphs=self.graphs, row_seeds=row_seeds, scheduler=scheduler,
         )  # fmt: skip
         self.uncaptured = self.uncaptured or engine.uncaptured
         # the first batch on new buffers waits for a capture, which does not count as decoding

@@ -8,7 +8,7 @@ Shape legend: S cycles, K positions, G temperatures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -179,7 +179,7 @@ def calibrate(
         reach_N = p_SK.double().cumprod(1)[known_SK]
         measures.append((errors(measured_on, p_SK, bins), reliability(reach_N, hit_SK[known_SK], bins)))
     (ece_before, before), (ece_after, after) = measures
-    return Calibration(
-        kind, source, found.temperatures, found.slope, found.biases, dataset, len(measured_on.accepted_S),
-        ece_before, ece_after, before, after,
+    return replace(
+        found, dataset=dataset, num_samples=len(measured_on.accepted_S), ece_before=ece_before, ece_after=ece_after,
+        reliability_before=before, reliability_after=after,
     )  # fmt: skip

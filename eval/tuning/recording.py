@@ -1,4 +1,4 @@
-"""Records what drafts say of themselves while chains are decoded, without a question to the host.
+"""Records what drafts say of themselves while chains are decoded, without a question to the host, and fits it.
 
 Shape legend: T cycles of a batch, B batch, K positions, N nodes.
 """
@@ -16,9 +16,11 @@ from headstart.eval.decoding.drafter import ConfidentDrafter, Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import logit_of
 from headstart.eval.decoding.scheduler import Scheduler
+from headstart.eval.decoding.session import Decoder
 from headstart.eval.tree import Tree
-from headstart.eval.tuning.calibration import Outcomes
-from headstart.heads.errors import ConfigError
+from headstart.eval.tuning.calibration import Outcomes, calibrate, joined
+from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.formats.calibration import Calibration
 
 #: cycles that a batch may run beyond its longest answer: one more is under way when the host reads the last one
 SPARE = 2
@@ -107,3 +109,54 @@ class Recorder(Scheduler):
                 judged.append(cycle.accepted if cut else cycle.drafted)
         logit_SK = self.logit_TBK.cpu()[torch.tensor(turns, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)]
         return Outcomes(logit_SK, torch.tensor(accepted, dtype=torch.int64), torch.tensor(judged, dtype=torch.int64))
+
+
+def record(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], rows: int, seed: int) -> Outcomes:
+    """Decode contexts, `rows` at a time and all of these together, and return their cycles.
+
+    The drafter must have been asked for confidence (`asked_for_confidence`).
+    """
+    recorders: dict[int, Recorder] = {}  # the last contexts may be fewer
+    parts, limits = [], decoder.limits(contexts)
+    for begin in range(0, len(contexts), rows):
+        some, most = contexts[begin : begin + rows], limits[begin : begin + rows]
+        if len(some) not in recorders:
+            recorders[len(some)] = Recorder(len(some), max(limits), drafter.max_nodes, decoder.target.device)
+        recorder = recorders[len(some)]
+        decoded = decoder.run(some, drafter, most, seed + begin, scheduler=recorder)
+        parts.append(recorder.outcomes(decoded.answers))
+    return joined(parts)
+
+
+def calibrate_drafter(
+    decoder: Decoder,
+    drafter: Drafter,
+    contexts: list[list[int]],
+    dataset: str,
+    kind: str | None = None,
+    rows: int = 16,
+    seed: int = 0,
+) -> Calibration:
+    """Fit on every other context, and measure the errors on the contexts between them.
+
+    Args:
+        contexts: held out: none was trained on.
+        dataset: their name.
+        kind: see Calibration; None = temperature for a confidence head, logistic for a draft's own probability.
+        rows: contexts decoded at a time.
+    Raises: ConfigError for a drafter that says nothing of its drafts. DataError for too few contexts or cycles.
+    """
+    if decoder.sampling.lossy:
+        raise ConfigError(
+            "calibration: found lossy acceptance, expected the target's own: set eval.acceptance=lossless"
+        )
+    if len(contexts) < 2:
+        raise DataError(
+            f"calibration: found {len(contexts)} prompts, expected 2 or more: one to fit on, one to measure on"
+        )
+    with asked_for_confidence(drafter) as source:
+        fitted_on, measured_on = (
+            record(decoder, drafter, part, rows, seed) for part in (contexts[::2], contexts[1::2])
+        )
+    chosen = kind or ("temperature" if source == "confidence" else "logistic")
+    return calibrate(fitted_on, measured_on, chosen, source, dataset)

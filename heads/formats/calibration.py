@@ -110,7 +110,8 @@ def calibration_from_json(value: Any, where: str) -> Calibration:
         raise refuse(numbers, "numbers above 0")
     if not scaled and not _number(value.get("slope")):
         raise refuse("slope", "a finite number")
-    for name, empty in (("slope", None), ("biases", [])) if scaled else (("temperatures", []),):
+    unused: dict[str, Any] = {"slope": None, "biases": []} if scaled else {"temperatures": []}
+    for name, empty in unused.items():
         if value.get(name, empty) != empty:
             raise refuse(name, f"{empty} where the kind is {value['kind']}")
     if not isinstance(value.get("dataset", ""), str):

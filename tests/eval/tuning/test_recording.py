@@ -16,11 +16,12 @@ from headstart.eval.decoding.drafter import ConfidentDrafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling, logit_of
+from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import DRAFTERS, Drafter, build_drafter
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.calibration import calibrate
-from headstart.eval.tuning.recording import Recorder, asked_for_confidence
-from headstart.heads.errors import ConfigError
+from headstart.eval.tuning.recording import Recorder, asked_for_confidence, calibrate_drafter, record
+from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.targets.target import Target
 
 Heads = Callable[[str], Trained]
@@ -162,3 +163,28 @@ def test_what_cannot_be_recorded_is_refused(target: Target, trained: Heads) -> N
     tree = build_drafter(head, EvalConfig(tree=TreeConfig(kind="dynamic", depth=3, k=2, total_tokens=6)))
     with pytest.raises(ConfigError, match="found a tree, expected a chain"):
         run(target, tree, scheduler=Recorder(len(CONTEXTS), NEW_TOKENS, tree.max_nodes))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "source"), [("dspark", "temperature", "confidence"), ("eagle3", "logistic", "draft_probability")]
+)
+def test_a_drafter_is_calibrated_on_every_other_prompt(
+    target: Target, trained: Heads, name: str, kind: str, source: str
+) -> None:
+    drafter = drafter_of(trained(name).head)
+    contexts = [[*CONTEXTS[n % 3], n, 2 * n + 1] for n in range(10)]
+    decoder = Decoder(target, EvalConfig(max_new_tokens=20))
+    # batches of 3 and 2 rows: 5 prompts to fit on, 5 to measure on
+    found = calibrate_drafter(decoder, drafter, contexts, "tiny", rows=3)
+    assert (found.kind, found.source, found.dataset, found.positions) == (kind, source, "tiny", DEPTH)
+    with asked_for_confidence(drafter):
+        fitted, measured = (record(decoder, drafter, part, 5, 0) for part in (contexts[::2], contexts[1::2]))
+    same = calibrate(fitted, measured, kind, source, "tiny")
+    assert found.num_samples == same.num_samples == len(measured.accepted_S)
+    assert found.ece_after == pytest.approx(same.ece_after, abs=1e-3)
+    assert not drafter.says_confidence  # type: ignore[union-attr]
+    with pytest.raises(DataError, match="found 1 prompts, expected 2 or more"):
+        calibrate_drafter(decoder, drafter, contexts[:1], "tiny")
+    lossy = Decoder(target, EvalConfig(synthetic_acceptance=0.5))
+    with pytest.raises(ConfigError, match="found lossy acceptance"):
+        calibrate_drafter(lossy, drafter, contexts, "tiny")

@@ -71,7 +71,7 @@ class Decoder:
 
     @property
     def path(self) -> str:
-        """ "fused" (our kernels), or "generic" (transformers' own forward on our buffers)."""
+        """"fused" (our kernels), or "generic" (transformers' own forward on our buffers)."""
         return "generic" if self.fused is None else "fused"
 
     @property

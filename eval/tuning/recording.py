@@ -28,7 +28,7 @@ SPARE = 2
 
 @contextmanager
 def asked_for_confidence(drafter: Drafter) -> Iterator[str]:
-    """Have a drafter say how sure it is; gives the source, as Calibration.source. Decode with a `Recorder` meanwhile.
+    """Have a drafter say how sure it is; gives the source, as Calibration.source. Decode with a `ConfidenceRecorder` meanwhile.
 
     Captured cycles that were made before do not say it: a scheduler of its own, as the recorder is, gives new ones.
     """
@@ -59,7 +59,7 @@ def said(tree: Tree) -> Tensor:
     return logit_of(tree.q_BNV.gather(-1, tree.tokens_BN[:, :, None])[..., 0])
 
 
-class Recorder(Scheduler):
+class ConfidenceRecorder(Scheduler):
     """A scheduler that keeps all drafts and writes down what they say. One recorder serves one batch at a time.
 
     All rows of the batch must begin together, as many contexts as rows: cycle t of an answer is cycle t of the batch.
@@ -116,12 +116,12 @@ def record(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], rows: 
 
     The drafter must have been asked for confidence (`asked_for_confidence`).
     """
-    recorders: dict[int, Recorder] = {}  # the last contexts may be fewer
+    recorders: dict[int, ConfidenceRecorder] = {}  # the last contexts may be fewer
     parts, limits = [], decoder.limits(contexts)
     for begin in range(0, len(contexts), rows):
         some, most = contexts[begin : begin + rows], limits[begin : begin + rows]
         if len(some) not in recorders:
-            recorders[len(some)] = Recorder(len(some), max(limits), drafter.max_nodes, decoder.target.device)
+            recorders[len(some)] = ConfidenceRecorder(len(some), max(limits), drafter.max_nodes, decoder.target.device)
         recorder = recorders[len(some)]
         decoded = decoder.run(some, drafter, most, seed + begin, scheduler=recorder)
         parts.append(recorder.outcomes(decoded.answers))

@@ -68,10 +68,17 @@ class Calibration:
             raise ConfigError(
                 f"calibration: found {count} drafts, it was fitted for {self.positions}: draft fewer, or fit it again"
             )
+        scale_K, bias_K = self.scale_and_bias(logit.device)
+        return torch.sigmoid(scale_K[:count] * logit.float() + bias_K[:count])
+
+    def scale_and_bias(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """float32 [K] each: p = σ(scale · l + bias). For captured cycles, which cannot copy them to the device."""
         if self.kind == "temperature":
-            return torch.sigmoid(logit.float() / torch.tensor(self.temperatures[:count], device=logit.device))
-        assert self.slope is not None
-        return torch.sigmoid(self.slope * logit.float() + torch.tensor(self.biases[:count], device=logit.device))
+            scales, biases = [1 / temperature for temperature in self.temperatures], [0.0] * self.positions
+        else:
+            assert self.slope is not None
+            scales, biases = [self.slope] * self.positions, self.biases
+        return torch.tensor(scales, device=device), torch.tensor(biases, device=device)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,18 @@ from eval_help import CONTEXTS, DRAFTING_HEADS, NEW_TOKENS, Trained, run, tokens
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decoding.decode import Answer, Cycle, slots_needed
+from headstart.eval.decoding.decode import Answer, Cycle, decode, slots_needed
 from headstart.eval.decoding.drafter import ConfidentDrafter
-from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.engine import Engine, attention_windows
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling, logit_of
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import DRAFTERS, Drafter, build_drafter
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.calibration import calibrate
-from headstart.eval.tuning.recording import Recorder, asked_for_confidence, calibrate_drafter, record
+from headstart.eval.tuning.recording import ConfidenceRecorder, asked_for_confidence, calibrate_drafter, record
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.targets.target import Target
 
@@ -39,8 +42,8 @@ def drafter_of(head: Any, temperature: float = 0.0, **options: Any) -> Drafter:
     return build_drafter(head, config)
 
 
-def recorded(target: Target, drafter: Drafter, **options: Any) -> tuple[list[Answer], Recorder, str]:
-    recorder = Recorder(len(CONTEXTS), NEW_TOKENS, drafter.max_nodes)
+def recorded(target: Target, drafter: Drafter, **options: Any) -> tuple[list[Answer], ConfidenceRecorder, str]:
+    recorder = ConfidenceRecorder(len(CONTEXTS), NEW_TOKENS, drafter.max_nodes)
     with asked_for_confidence(drafter) as source:
         answers = run(target, drafter, scheduler=recorder, **options)
     return answers, recorder, source
@@ -111,7 +114,7 @@ def test_other_heads_say_their_probability_of_the_draft(target: Target, trained:
 def test_drawn_chains_are_recorded_by_their_q(target: Target, trained: Heads) -> None:
     drafter, trees = drafter_of(trained("eagle3").head, 1.0), []
 
-    class Listening(Recorder):
+    class Listening(ConfidenceRecorder):
         def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
             trees.append(tree)
             return super().choose(tree, roots_B, active_B)
@@ -142,7 +145,7 @@ def test_records_of_a_run_can_be_calibrated_and_batches_do_not_mix(target: Targe
 
 
 def test_cut_cycles_know_only_what_was_accepted() -> None:
-    recorder = Recorder(2, 3, 2)
+    recorder = ConfidenceRecorder(2, 3, 2)
     recorder.logit_TBK[:] = torch.arange(20.0).view(5, 2, 2)
     answers = [Answer(cycles=[Cycle(2, 1, 2), Cycle(2, 2, 2)]), Answer(cycles=[Cycle(2, 0, 1), Cycle(0, 0, 1)])]
     outcomes = recorder.outcomes(answers)
@@ -159,10 +162,10 @@ def test_what_cannot_be_recorded_is_refused(target: Target, trained: Heads) -> N
     head = trained("eagle3").head
     silent = drafter_of(head)  # nobody asked it
     with pytest.raises(ConfigError, match="says neither how sure it is"):
-        run(target, silent, scheduler=Recorder(len(CONTEXTS), NEW_TOKENS, silent.max_nodes))
+        run(target, silent, scheduler=ConfidenceRecorder(len(CONTEXTS), NEW_TOKENS, silent.max_nodes))
     tree = build_drafter(head, EvalConfig(tree=TreeConfig(kind="dynamic", depth=3, k=2, total_tokens=6)))
     with pytest.raises(ConfigError, match="found a tree, expected a chain"):
-        run(target, tree, scheduler=Recorder(len(CONTEXTS), NEW_TOKENS, tree.max_nodes))
+        run(target, tree, scheduler=ConfidenceRecorder(len(CONTEXTS), NEW_TOKENS, tree.max_nodes))
 
 
 @pytest.mark.parametrize(
@@ -188,3 +191,34 @@ def test_a_drafter_is_calibrated_on_every_other_prompt(
     lossy = Decoder(target, EvalConfig(synthetic_acceptance=0.5))
     with pytest.raises(ConfigError, match="found lossy acceptance"):
         calibrate_drafter(lossy, drafter, contexts, "tiny")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["dspark", "dflash", "domino", "eagle3", "peagle"])
+def test_captured_cycles_record_what_others_do(
+    target: Target, plain: list[Answer], trained: Heads, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, so that the second batch runs on the first one's graph; cycles without the question have their own."""
+    monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
+    there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
+    head = copy.deepcopy(trained(name).head).to("cuda")
+    head.bind(there.ends)
+    drafter, graphs, generator = drafter_of(head), CycleGraphs(), torch.Generator("cuda")
+    fused = FusedModel(there.model, attention_windows(there.model.config))
+    engine = Engine(there.model, 3, slots_needed(max(map(len, CONTEXTS)), NEW_TOKENS, drafter), fused=fused)
+    recorder = ConfidenceRecorder(3, NEW_TOKENS, drafter.max_nodes, "cuda")
+    here, expected, _ = recorded(target, drafter_of(trained(name).head))
+    wanted = expected.outcomes(here)
+    decode(engine, CONTEXTS, drafter, Sampling(), NEW_TOKENS, set(), generator, graphs=graphs)
+    for _ in range(2):
+        with asked_for_confidence(drafter):
+            answers = decode(
+                engine, CONTEXTS, drafter, Sampling(), NEW_TOKENS, set(), generator, graphs=graphs, scheduler=recorder
+            ).answers
+        assert tokens_of(answers) == tokens_of(plain)
+        found = recorder.outcomes(answers)
+        assert torch.equal(found.accepted_S, wanted.accepted_S) and torch.equal(found.judged_S, wanted.judged_S)
+        known_SK = wanted.known_SK
+        torch.testing.assert_close(found.logit_SK[known_SK], wanted.logit_SK[known_SK], rtol=5e-3, atol=5e-3)
+    assert len(graphs.captured) == 2

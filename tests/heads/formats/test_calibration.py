@@ -54,6 +54,8 @@ def test_probability_is_that_of_the_formula() -> None:
     assert SCALED.probability(logit_BK)[0].tolist() == pytest.approx(expected)
     expected = [1 / (1 + math.exp(-(0.7 * 0.6 - 0.2)))]
     assert LOGISTIC.probability(logit_BK[:, :1])[0].tolist() == pytest.approx(expected)
+    assert [x.tolist() for x in SCALED.scale_and_bias()] == [pytest.approx([1 / 1.5, 2.0]), [0.0, 0.0]]
+    assert [x.tolist() for x in LOGISTIC.scale_and_bias()] == [pytest.approx([0.7, 0.7]), pytest.approx([-0.2, 0.1])]
     with pytest.raises(ConfigError, match="found 3 drafts, it was fitted for 2"):
         SCALED.probability(torch.zeros(1, 3))
     assert mean_error(POINTS) == pytest.approx(0.25)

@@ -28,7 +28,7 @@ SPARE = 2
 
 @contextmanager
 def asked_for_confidence(drafter: Drafter) -> Iterator[str]:
-    """Have a drafter say how sure it is; gives the source, as Calibration.source. Decode with a `ConfidenceRecorder` meanwhile.
+    """Have a drafter say how sure it is while a `ConfidenceRecorder` listens; gives Calibration.source.
 
     Captured cycles that were made before do not say it: a scheduler of its own, as the recorder is, gives new ones.
     """

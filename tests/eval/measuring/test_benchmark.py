@@ -316,6 +316,7 @@ def test_config_is_a_recipe_node() -> None:
     assert isinstance(config, EvalConfig) and config.tree.kind == "dynamic" and config.limit == 3
     check_config(config)
     assert tree_label(config.tree, 59) == "tree60"
+    assert tree_label(TreeConfig("ddtree", total_tokens=60), 59) == "ddtree60"
 
 
 @pytest.mark.parametrize(

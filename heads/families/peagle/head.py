@@ -31,11 +31,14 @@ class PEagleConfig(Eagle3Config):
     """Recipe node `head` for P-EAGLE.
 
     Rows are drawn as in the paper: of the supervised rows, `row_fraction ** (d - 1)`, and `row_fraction_min` at least,
-    train at depth d, and those of depth d + 1 are among those of depth d. The losses differ in how depths are weighed.
-    The paper's is one mean over all drawn rows, so depth d counts for about the share of its rows, r^(d-1). Ours is the
-    sum of every depth's unbiased mean, times `depth_decay ** (d - 1)`. With depth_decay = row_fraction = r, the weights
-    agree, up to one common factor, until the smallest share is reached (depth 6 for 0.7 and 0.2). From there the
-    paper's stay at that share and ours go on falling, as the chance that a draft so deep is reached does.
+    train at depth d, and those of depth d + 1 are among those of depth d. First, `row_fraction_first` (ours) draws
+    the rows of depth 1, so that a step costs less.
+
+    The losses differ in how depths are weighed. The paper's is one mean over all drawn rows: depth d counts for about
+    the share of its rows, r^(d-1). Ours is the sum of every depth's unbiased mean, times `depth_decay ** (d - 1)`.
+    With depth_decay = row_fraction = r, the weights agree, up to one common factor, until the smallest share is reached
+    (depth 6 for 0.7 and 0.2). From there the paper's stay at that share and ours go on falling, as the chance that a
+    draft so deep is reached does.
     """
 
     structure: ClassVar[tuple[str, ...]] = (*Eagle3Config.structure, "train_embeddings")

@@ -24,6 +24,7 @@ from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.bookkeeping import Taken, lay_out, take_path
 from headstart.eval.kernels.choices import Choices
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.tree import Tree
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError
@@ -129,6 +130,7 @@ class Engine:
         reach: int,
         spec: FeatureSpec | None = None,
         last_only: bool = False,
+        flat: FlatRows | None = None,
     ) -> Step:
         """One pass over M tokens: writes their KV and attends as `visibility` says.
 
@@ -136,11 +138,14 @@ class Engine:
             reach: host int, upper bound of the slots that any token sees.
             spec: features to return; None = none.
             last_only: make logits of the last column only.
+            flat: places that have a row, where the others need no results. Without a fused model all are computed.
         """
         layer_ids = None if spec is None else spec.layer_ids
         if self.generic is None:
             assert self.fused is not None and isinstance(self.kv, Buffers)
-            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids or (), last_only))
+            if flat is not None:
+                visibility = flat.visible(visibility, self.kv.bin)
+            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids or (), last_only, flat))
         extent = min(-(-reach // self.bucket) * self.bucket, self.capacity)
         return self.generic.forward(tokens_BM, visibility, extent, layer_ids, last_only)
 
@@ -181,12 +186,20 @@ class Engine:
         self.prompts.uncaptured = self.prompts.uncaptured or aside.prompts.uncaptured
 
     @torch.inference_mode()
-    def verify(self, roots_B: Tensor, tree: Tree, spec: FeatureSpec | None = None, longest: int | None = None) -> Step:
+    def verify(
+        self,
+        roots_B: Tensor,
+        tree: Tree,
+        spec: FeatureSpec | None = None,
+        longest: int | None = None,
+        flat: FlatRows | None = None,
+    ) -> Step:
         """One forward over root and nodes: the root at slot (and position) `length`, node n at slot length + 1 + n.
 
         Args:
             spec: features to return; None = none.
             longest: host int, upper bound of the contexts' lengths; None = unknown: all KV slots are read.
+            flat: the tree's valid nodes as flat rows (`flatten`), which alone are computed then; None = all nodes are.
         Raises: TargetError for a tree that is no chain, where the target has recurrent states.
         """
         if self.chains_only and not tree.linear:
@@ -195,7 +208,7 @@ class Engine:
         reach = self.capacity if longest is None or self.captures else longest + tree.nodes + 1
         layout = lay_out(tree, roots_B, self.length_B)
         visibility = Visibility(layout.position_BM, layout.write_BM, self.length_B, layout.mask_BMM)
-        return self.forward(layout.tokens_BM, visibility, reach, spec)
+        return self.forward(layout.tokens_BM, visibility, reach, spec, flat=flat)
 
     @torch.inference_mode()
     def commit(self, roots_B: Tensor, tree: Tree, step: Step, path_BK: Tensor, active_B: Tensor) -> Rows:

@@ -97,7 +97,8 @@ def graph_key(loop: Loop) -> tuple[object, ...]:
     """What a captured cycle depends on, after `start`: loops with equal keys share one graph."""
     shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
     # the objects, not their ids: an id may be used again once its object is gone
-    return (loop.engine, loop.drafter, loop.scheduler, loop.sampling, loop.generator, shapes)
+    scheduler = loop.scheduler
+    return (loop.engine, loop.drafter, scheduler, scheduler.rows, loop.sampling, loop.generator, shapes)
 
 
 class _CycleGraph:

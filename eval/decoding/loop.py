@@ -17,6 +17,7 @@ from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.verify import Verified, rule_of, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
 from headstart.eval.kernels.choices import compile_ways, decide_ways
+from headstart.eval.kernels.flat import FlatRows, flatten
 from headstart.eval.kernels.launch import compiling
 from headstart.eval.tree import Tree, empty
 
@@ -79,15 +80,21 @@ class Loop:
     @property
     def state(self) -> list[tuple[object, str]]:
         """(object, attribute) of every tensor that a cycle reads and replaces, KV apart."""
-        return self.row_state if self.rate_K is None else [*self.row_state, (self, "rate_K")]
+        rates: list[tuple[object, str]] = [] if self.rate_K is None else [(self, "rate_K")]
+        return [*self._row_state, *self.scheduler.state, *rates]
 
     @property
     def row_state(self) -> list[tuple[object, str]]:
         """Those of `state` whose first dimension is the batch."""
+        return [*self._row_state, *self.scheduler.row_state]
+
+    @property
+    def _row_state(self) -> list[tuple[object, str]]:
+        """As `row_state`, without the scheduler's."""
         extra = [name for name in ("seen_BV", "seeds_B") if getattr(self, name) is not None]
         own: list[tuple[object, str]] = [(self, n) for n in ("roots_B", "active_B", "left_B", "stop_BS", *extra)]
         drafters = [] if self.drafter is None else self.drafter.state
-        return [*own, *self.engine.state, *drafters, *self.scheduler.state]
+        return [*own, *self.engine.state, *drafters]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that `state` names."""
@@ -102,6 +109,8 @@ class Loop:
         """Choose the fastest kernels for the matrix products of a cycle (CUDA only), after `start`."""
         engine, drafter = self.engine, self.drafter
         rows = engine.batch * (1 if drafter is None else drafter.max_nodes + 1)
+        if drafter is not None and self.scheduler.rows is not None:
+            rows = self.scheduler.rows
         drafts = [] if drafter is None else drafter.products(engine.batch)
         with compiling():
             # compile all of them before timing the first
@@ -176,21 +185,25 @@ class Loop:
             return draw_at(p_BV, uniforms(self.seeds_B, self.engine.length_B + ahead))
         return draw(p_BV, self.generator)
 
-    def forward(self, tree: Tree) -> Step:
-        """The target's forward over the roots and a tree."""
-        return self.engine.verify(self.roots_B, tree, self.spec, self.longest)
+    def forward(self, tree: Tree, flat: FlatRows | None = None) -> Step:
+        """The target's forward over the roots and a tree. Args: flat: see Engine.verify."""
+        return self.engine.verify(self.roots_B, tree, self.spec, self.longest, flat)
 
     def verify(self) -> Tensor:
         """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
         engine, roots_B, active_B = self.engine, self.roots_B, self.active_B
+        flat = None
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         if self.drafter is not None:
             tree = self.drafter.propose(roots_B, self.generator).keep(active_B[:, None])
             kept_BN = self.scheduler.choose(tree, roots_B, active_B)
             tree = tree if kept_BN is None else tree.keep(kept_BN)
+            if self.scheduler.rows is not None:
+                flat = flatten(tree.valid_BN, self.scheduler.rows)
+                tree = tree.keep(flat.kept_BM[:, 1:])
         else:
             tree = empty(engine.batch, engine.device)
-        step = self.forward(tree)
+        step = self.forward(tree, flat)
         self.logits_BV = step.logits_BMV[:, 0]
         self.rule = rule_of(tree, self.sampling)
         if self.seeds_B is not None:

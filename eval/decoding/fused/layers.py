@@ -7,7 +7,7 @@ Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, h query
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.eval.decoding.fused.mlp import MLPFacts, make_mlp
 from headstart.eval.decoding.fused.weights import merged, norm_weights
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.kernels.linear import MAX_ROWS, Ending, Linear, row_bucket
 from headstart.eval.kernels.norm import NormWeights, apply_norm
 from headstart.eval.kernels.rope_store import RopeStore, rope_store
@@ -107,12 +108,25 @@ class Pass:
     Attributes:
         stream_BMD: output of the latest layer.
         made: (norm, its result [R, D] on `stream_BMD`), where the latest layer computed the next layer's norm as well.
+        flat: where the layers run on flat rows; their attention still runs on all places of `visibility`.
     """
 
     visibility: Visibility
     buffers: Buffers
     stream_BMD: Tensor | None = None
     made: tuple[NormWeights, Tensor] | None = None
+    flat: FlatRows | None = None
+    _spread: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def table(self, table: Tensor) -> Tensor:
+        """A rotary table [B or 1, M, W], or of flat rows, as one row per place [R, W]."""
+        batch, count = self.visibility.position_BM.shape
+        if self.flat is None:
+            return table.expand(batch, count, -1).reshape(batch * count, -1)
+        # all layers get the same few tables, and an id is one table's while it is held here
+        if id(table) not in self._spread:
+            self._spread[id(table)] = table, self.flat.spread(table.flatten(0, 1))
+        return self._spread[id(table)][1]
 
     def norm(self, x_BMD: Tensor, norm: NormWeights) -> Tensor:
         """[R, D]: the input norm of a layer, or the final norm. Nothing may change a layer's output in place."""
@@ -141,12 +155,13 @@ class FusedAttention:
     def __call__(self, x_RD: Tensor, tables: tuple[Tensor, Tensor], run: Pass, index: int) -> Tensor:
         """Rows [R, D] → what each sees [R, h · d]. Args: tables: cos and sin, [B or 1, M, W]."""
         visibility, keys, values = run.visibility, run.buffers.keys[index], run.buffers.values[index]
-        batch, count = visibility.position_BM.shape
-        cos_RW, sin_RW = (table.expand(batch, count, -1).reshape(batch * count, -1) for table in tables)
-        q_Rhd = rope_store(self.qkv(x_RD), cos_RW, sin_RW, self.rope, keys, values, visibility.write_BM)
-        rows = q_Rhd.shape[0]
+        rows, flat = x_RD.shape[0], run.flat
+        qkv_RC = self.qkv(x_RD) if flat is None else flat.spread(self.qkv(x_RD))
+        cos_RW, sin_RW = (run.table(table) for table in tables)
+        q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, visibility.write_BM)
         prefetch = self.prefetch_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
-        return attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, prefetch)).flatten(1)
+        seen_RC = attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, prefetch)).flatten(1)
+        return seen_RC if flat is None else flat.gather(seen_RC)
 
 
 class FusedLayer(nn.Module):

@@ -33,6 +33,7 @@ from headstart.eval.decoding.fused.layers import (
 from headstart.eval.decoding.fused.proof import check_model, find_layers
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.kernels.launch import compile_ahead, graph_time, wait_compiled
 from headstart.eval.kernels.linear import Linear, row_bucket
 from headstart.eval.kernels.ways import Measured
@@ -235,15 +236,41 @@ class FusedModel:
         buffers: Buffers,
         layer_ids: tuple[int, ...] = (),
         last_only: bool = False,
+        flat: FlatRows | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One pass: writes keys and values, returns (logits [B, M or 1, V], hidden [B, M, D] post-norm,
-        streams [B, M, k, D] or None)."""
-        self._holder.current = Pass(visibility, buffers)
+        streams [B, M, k, D] or None).
+
+        Args: flat: all but attention runs on these rows alone. Cut places must be padding in `visibility`; their
+            results are not to be read.
+        """
+        if flat is not None:
+            return self._flat_forward(tokens_BM, visibility, buffers, layer_ids, flat)
+        return self._run(tokens_BM, visibility.position_BM, Pass(visibility, buffers), layer_ids, last_only)
+
+    def _flat_forward(
+        self, tokens_BM: Tensor, visibility: Visibility, buffers: Buffers, layer_ids: tuple[int, ...], flat: FlatRows
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`forward` on flat rows, as a batch of one sequence."""
+        tokens_1F, position_1F = (x.flatten()[flat.place_F][None] for x in (tokens_BM, visibility.position_BM))
+        run = Pass(visibility, buffers, flat=flat)
+        logits, hidden, streams = self._run(tokens_1F, position_1F, run, layer_ids, last_only=False)
+
+        def places(x_1F: Tensor) -> Tensor:
+            return flat.spread(x_1F[0]).unflatten(0, tokens_BM.shape)
+
+        return places(logits), places(hidden), None if streams is None else places(streams)
+
+    def _run(
+        self, tokens_BM: Tensor, position_BM: Tensor, run: Pass, layer_ids: tuple[int, ...], last_only: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The layers and what stands around them. Returns: as `forward`."""
+        self._holder.current = run
         try:
             with record_layer_inputs(self.view, layer_ids) as captured:
                 output = self.view(
                     input_ids=tokens_BM,
-                    position_ids=visibility.position_BM.clamp(min=0),
+                    position_ids=position_BM.clamp(min=0),
                     attention_mask=self._mask,
                     use_cache=False,
                     logits_to_keep=1 if last_only else 0,

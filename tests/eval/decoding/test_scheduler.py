@@ -26,9 +26,8 @@ from headstart.heads.base import Head
 from headstart.heads.targets.target import Target
 
 
-class Stateless:
+class Stateless(Scheduler):
     captures = True
-    state: list[tuple[object, str]] = []  # noqa: RUF012
 
     def start(self, context: Rows) -> None:
         pass
@@ -55,7 +54,7 @@ class AllButTheFirst(Stateless):
         return (torch.arange(len(roots_B), device=roots_B.device) > 0)[:, None].expand_as(tree.valid_BN)
 
 
-class EveryOther:
+class EveryOther(Scheduler):
     """Leaves out all drafts of every other cycle; which one it is stands in a tensor."""
 
     captures = True
@@ -63,6 +62,10 @@ class EveryOther:
     @property
     def state(self) -> list[tuple[object, str]]:
         return [(self, "turn_1")]
+
+    @property
+    def row_state(self) -> list[tuple[object, str]]:
+        return []  # all rows share the turn
 
     def start(self, context: Rows) -> None:
         self.turn_1 = torch.zeros(1, dtype=torch.int64, device=context.count_B.device)

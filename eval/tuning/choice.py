@@ -10,6 +10,7 @@ from typing import Any
 
 from headstart.eval.config import TreeConfig, tree_label
 from headstart.eval.tuning.costs import Costs, node_count
+from headstart.heads.formats.calibration import Calibration
 from headstart.heads.provenance import command_line, git_revision, versions
 
 #: largest relative difference between predicted and measured speed-up that counts as agreement
@@ -207,11 +208,14 @@ class Tuning:
     #: of every static tree: name, nodes, levels, τ of the recorded cycles and by both estimates, paths
     static_trees: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    #: of the longest chain; None where there is none (`notes` say why)
+    calibration: Calibration | None = None
 
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
         return {
             **values, "choices": [choice.to_json() for choice in self.choices], "command": command_line(),
+            "calibration": None if self.calibration is None else self.calibration.to_json(),
             "versions": versions(), "git_revision": git_revision(),
         }  # fmt: skip
 

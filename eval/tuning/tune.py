@@ -46,9 +46,11 @@ from headstart.eval.tuning.choice import (
 )
 from headstart.eval.tuning.costs import Costs, drafting_of, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import Profile, Recorder
+from headstart.eval.tuning.recording import calibrate_drafter
 from headstart.eval.tuning.static import StaticProfile, published_tree, recorded_ranks, recorded_tree, static_facts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.formats.calibration import Calibration
 from headstart.heads.provenance import device_name
 from headstart.heads.targets.target import Target
 
@@ -90,11 +92,14 @@ def tune(
     reference = published_tree(search.depth, session.draftable) if "static" in profiles else None
     trees = compared_trees(profiles, search, reference)
     static = profiles.get("static")
+    data = describe_data(config.data)
+    calibration, uncalibrated = (None, []) if head is None else session.calibration(str(data["path"]))
     choices = session.choices(halfway, trees, profiles)
+    facts = static_facts(static, trees, search.depth) if isinstance(static, StaticProfile) else {}
     return Tuning(
         drafter=head.family if head is not None else config.drafter,
         target=target.fingerprint(),
-        data=describe_data(config.data),
+        data=data,
         device=device_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
         temperature=float(config.temperature),
@@ -103,7 +108,9 @@ def tune(
         cycles={name: profile.cycles for name, profile in profiles.items()},
         taus={tree_name(tree): profiles[drafting_of(tree)].tau(tree) for tree in trees},
         choices=choices,
-        **(static_facts(static, trees, search.depth) if isinstance(static, StaticProfile) else {}),
+        notes=[*facts.pop("notes", []), *uncalibrated],
+        calibration=calibration,
+        **facts,
     )
 
 
@@ -260,6 +267,21 @@ class _Session:
         if not profile.cycles:
             raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
         return profile, lengths
+
+    def calibration(self, dataset: str) -> tuple[Calibration | None, list[str]]:
+        """The calibration of the longest chain, fitted on every other prompt; without one, a sentence that says why."""
+        self.say("calibration")
+        try:
+            drafter = self.build(TreeConfig("chain", self.search.depth))
+            found = calibrate_drafter(
+                self.decoder, drafter, self.contexts, dataset, rows=PROFILE_BATCH, seed=self.config.seed
+            )
+        except (ConfigError, DataError) as error:
+            return None, [f"not calibrated: {error}"]
+        finally:
+            # captured cycles keep their drafters in memory
+            self.decoder.graphs.clear()
+        return found, []
 
     def choices(self, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]) -> list[Choice]:
         """The choice at every batch size that fits into memory. Args: as `choose`."""

@@ -17,7 +17,7 @@ from headstart.eval.tuning.choice import AGREEMENT, Choice, Tuning, overrides, t
 from headstart.eval.tuning.costs import node_count
 from headstart.heads.escape import code, line, markdown, table
 from headstart.heads.files import atomic_write, write_json, write_text
-from headstart.heads.formats.plots import new_figure, save_figure
+from headstart.heads.formats.plots import draw_reliability, new_figure, save_figure
 from headstart.heads.published import published
 
 PLOT = "tune.png"
@@ -40,6 +40,10 @@ ESTIMATE_NOTE = (
     "τ recorded: of the recorded cycles. By path: from counts of each path, drawn to what the heads say in general. "
     "This estimate builds the trees. By head: from the product of the heads' rank accuracies, as if the heads were "
     "right independently of each other."
+)
+CALIBRATION_NOTE = (
+    "How far the probability that the first k drafts are all accepted, as the draft says it, lies from the share that "
+    "was (expected calibration error, bins of equal width). Fitted on every other prompt, measured on the others."
 )
 #: ranks in the table of rank accuracies
 SHOWN_RANKS = 5
@@ -136,6 +140,7 @@ def tuning_markdown(tuning: Tuning) -> str:
     lines += [f"- {remark}" for remark in _remarks(tuning, markdown, code)]
     lines += [f"- data: {markdown(tuning.data['path'])}, {tuning.prompts} prompts", ""]
     lines += _static_markdown(tuning)
+    lines += _calibration_markdown(tuning)
     lines += ["## Costs in ms", ""]
     for choice in tuning.choices:
         costs = choice.costs.to_json()
@@ -151,6 +156,24 @@ def tuning_markdown(tuning: Tuning) -> str:
     lines += ["## τ of every tree on these prompts", ""]
     lines += table(("tree", "τ"), [(name, number(tau)) for name, tau in ordered])
     return "\n".join(lines) + "\n"
+
+
+def _calibration_markdown(tuning: Tuning) -> list[str]:
+    """The errors of the longest chain's calibration at every position."""
+    found = tuning.calibration
+    if found is None:
+        return []
+    numbers = found.temperatures or found.biases
+    rows = [
+        (str(k), number(value, 3), f"{before:.1%}", f"{after:.1%}")
+        for k, (value, before, after) in enumerate(zip(numbers, found.ece_before, found.ece_after, strict=True), 1)
+    ]
+    slope = "" if found.slope is None else f", slope {found.slope:.3f}"
+    return [
+        "## Calibration", "", CALIBRATION_NOTE, "",
+        markdown(f"{found.kind} of {found.source}{slope}; measured on {found.num_samples} cycles"), "",
+        *table(("position", "bias" if found.biases else "temperature", "error before", "error after"), rows), "",
+    ]  # fmt: skip
 
 
 def _static_markdown(tuning: Tuning) -> list[str]:
@@ -196,7 +219,9 @@ def write_tuning(
     shown = replace(tuning, target=facts["target"], data=facts["data"])
     try:
         atomic_write(directory / PLOT, partial(_plot, tuning))
-        write_text(directory / "tune.md", f"{tuning_markdown(shown)}\n![speed-up by batch]({PLOT})\n")
+        diagram = None if tuning.calibration is None else draw_reliability(tuning.calibration, directory)
+        more_plots = "" if diagram is None else f"\n![reliability diagram]({diagram})\n"
+        write_text(directory / "tune.md", f"{tuning_markdown(shown)}\n![speed-up by batch]({PLOT})\n{more_plots}")
     except Exception as error:  # noqa: BLE001 - the result is saved, whatever drawing meets
         cause = f"{type(error).__name__}: {error}"
         say(f"WARNING: {place} holds the result, but tune.md could not be written ({cause})")

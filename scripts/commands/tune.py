@@ -6,13 +6,16 @@ headstart tune --head DIR --target T --data FILE.jsonl ['tune.batch_sizes=[1,8,3
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.commands import common
 from headstart.commands.evaluate import locate_head, one_or_all
 from headstart.console import Console
+
+if TYPE_CHECKING:
+    from headstart.heads.formats.calibration import Calibration
 
 
 def command(
@@ -82,20 +85,23 @@ def _tune(
         names = names_of(settings.environment)
         path = write_tuning(tuning, folder, {"head": head}, console.say, names)
         if write and place is not None:
-            _keep(place, published(tuning.entry(), names), console)
+            _keep(place, published(tuning.entry(), names), tuning.calibration, console)
     console.result({**tuning.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(tuning))
     if not console.as_json:
         console.result(None, lambda: tuning_text(tuning))
         console.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
 
 
-def _keep(place: Path, entry: dict[str, Any], console: Console) -> None:
-    """Write the choice into the head's sidecar, beside the choices for other cards."""
+def _keep(place: Path, entry: dict[str, Any], calibration: Calibration | None, console: Console) -> None:
+    """Write the choice into the head's sidecar, beside the choices for other cards, and the calibration."""
     from headstart.heads.errors import FormatError
+    from headstart.heads.formats.calibration import save_calibration
     from headstart.heads.formats.sidecar import annotate, notes
 
     try:
         annotate(place, {"tuned": {**notes(place).get("tuned", {}), entry["device"]: entry}})
+        if calibration is not None:
+            save_calibration(calibration, place)
     except FormatError as error:
         console.say(f"not kept with the head: {error}; give the overrides above to `headstart eval`")
         return

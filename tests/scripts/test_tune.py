@@ -17,6 +17,7 @@ from headstart.eval.tuning.tune_report import overrides
 from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.formats import load_head, save_head
+from headstart.heads.formats.calibration import read_calibration
 from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
@@ -140,6 +141,31 @@ def test_a_tuned_head_is_the_same_head(head: Path) -> None:
     assert identity.of_saved_head(head) == before != identity.of_file(head / "headstart.json")
     annotate(head, {"recipe": {"seed": 1}})
     assert identity.of_saved_head(head) != before
+
+
+def test_tune_keeps_the_calibration_with_the_head(
+    headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    target = load_target(TargetConfig(name=str(tiny_target)))
+    made = build_head(FAMILIES["dspark"].config(depth=2, layers=1, mask_token_id=3), target.dims)
+    place = tmp_path / "sure"
+    made.initialise(target.ends)
+    save_head(made, place, {})
+    result = headstart(
+        "tune", "--head", place, "--target", tiny_target, "--data", prompts, "eval.max_new_tokens=8",
+        "tune.batch_sizes=[1]", "tune.depth=2", "tune.prompts=2", "tune.repeats=1", "--out", tmp_path / "out", "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    kept = read_calibration(place)
+    assert kept is not None and kept.kind == "temperature" and kept.source == "confidence" and kept.positions == 2
+    assert kept.dataset == "own data" and kept.num_samples > 0
+    assert result.json["calibration"]["temperatures"] == kept.temperatures
+    load_head(place)
+    assert str(prompts) not in (tmp_path / "out" / "tune.json").read_text()
+    text = (tmp_path / "out" / "tune.md").read_text()
+    assert "## Calibration" in text and f"{kept.ece_before[0]:.1%}" in text and "(reliability.png)" in text
+    assert (tmp_path / "out" / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_notes_need_a_sidecar(tmp_path: Path, head: Path) -> None:

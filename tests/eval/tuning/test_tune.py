@@ -334,7 +334,11 @@ def check_static(found: Tuning, family: str) -> None:
     (choice,) = found.choices
     if family == "eagle3":
         assert not found.static_trees and choice.published is choice.calibrated is None
+        fitted = found.calibration
+        assert fitted is not None and fitted.kind == "logistic" and fitted.source == "draft_probability"
+        assert found.to_json()["calibration"]["biases"] == fitted.biases
         return
+    assert found.calibration is None and "says neither how sure it is" in found.notes[-1]
     names = [tree["name"] for tree in found.static_trees]
     assert names == ["static n3", "static n5", "static n38", "published n38"]
     assert choice.calibrated is not None and choice.published is not None

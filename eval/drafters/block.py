@@ -32,6 +32,7 @@ from headstart.eval.decoding.sampling import (
     penalise,
     probabilities,
 )
+from headstart.eval.drafters.convolved import ConvolvedPass
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.layer import LayerPass, all_start_widths, norm_of, rope_tables, start_widths
 from headstart.eval.kernels.argmax import argmax
@@ -45,9 +46,10 @@ from headstart.eval.kernels.walk import Walk, walk
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.block.head import BlockHead
-from headstart.heads.kernels.block_attention import BlockRows, block_attention
+from headstart.heads.kernels.block_attention import BlockAttention, BlockRows
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.layers import RMSNorm
+from headstart.heads.losses.select import among_likeliest
 from headstart.heads.numerics import compute_dtype, wide
 
 #: logits that `block_everywhere` holds at a time, or attention scores
@@ -83,7 +85,9 @@ class BlockPass:
         )
         # each layer ends in the norm that the next one begins with, the last one in the head's
         self.layers = [
-            LayerPass(layer, head.dims, self.dtype, self.tables, behind)
+            (LayerPass if layer.attention_conv is None else ConvolvedPass)(
+                layer, head.dims, self.dtype, self.tables, behind
+            )
             for layer, behind in zip(layers, [*later_norms, head.norm], strict=True)
         ]
         self.output = Linear(head.output_UD.detach().to(self.dtype))
@@ -266,9 +270,15 @@ class BlockDrafter:
             return None
         logits_BKU, low_BKr = logits_KBU.transpose(0, 1), self.head.corrections(hidden_BKD, previous_BK)
         if self.step.up is not None and low_BKr is not None:
-            logits_RU = self.step.up(low_BKr.flatten(0, 1).contiguous(), logits_BKU.flatten(0, 1).contiguous())
+            logits_RU = self._corrected(low_BKr.flatten(0, 1).contiguous(), logits_BKU.flatten(0, 1).contiguous())
             logits_BKU = logits_RU.view(logits_BKU.shape)
         return logit_of_best(logits_BKU)
+
+    def _corrected(self, low_Rr: Tensor, base_RU: Tensor) -> Tensor:
+        """Logits that drafts are chosen by."""
+        assert self.step.up is not None
+        logits_RU, count = self.step.up(low_Rr, base_RU), self.head.selects
+        return among_likeliest(logits_RU, base_RU, count) if count else logits_RU
 
     def _choose(
         self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
@@ -295,7 +305,7 @@ class BlockDrafter:
         for hidden_BD, logits_BU in zip(hidden_KBD, logits_KBU, strict=True):
             if self.step.up is not None:
                 low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
-                logits_BU = self.step.up(low_Br, logits_BU)
+                logits_BU = self._corrected(low_Br, logits_BU)
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
             if self._sampled:
                 qs.append(probabilities(logits_BU, self.sampling, seen_BU))
@@ -359,11 +369,9 @@ def _drafts_after(
     z_RD = head.embed(head.block_tokens(root_A)).flatten(0, 1)
     slot_N = torch.arange(head.block_size, device=root_A.device)
     cos, sin = head.rope((position_A[:, None] + slot_N).flatten())
-    for layer, (k_TgD, v_TgD) in zip(head.layers, context, strict=True):
-        u_RD = layer.input_layernorm(z_RD)
-        own_k, own_v = layer.self_attn.keys_values(u_RD, cos, sin)
-        q_RhD = layer.self_attn.queries(u_RD, cos, sin)
-        z_RD = layer.finish(block_attention(q_RhD, k_TgD, v_TgD, own_k, own_v, blocks), z_RD)
+    attention = BlockAttention(blocks, context[0][0].shape[0])
+    for layer, keys_values in zip(head.layers, context, strict=True):
+        z_RD = layer.run(z_RD, keys_values, (cos, sin), attention)
     hidden_AND = head.norm(z_RD).unflatten(0, (-1, head.block_size))
     up_Ur, previous_A, state = head.correction_Ur, root_A, None
     drafts = []
@@ -371,7 +379,9 @@ def _drafts_after(
         logits_AU = wide(F.linear(hidden_AD, head.output_UD.to(hidden_AD.dtype)))
         if up_Ur is not None:
             low_Ar, state = head.walk_step(hidden_AD, previous_A, state)
-            logits_AU = logits_AU + wide(F.linear(low_Ar, up_Ur.to(low_Ar.dtype)))
+            base_AU, logits_AU = logits_AU, logits_AU + wide(F.linear(low_Ar, up_Ur.to(low_Ar.dtype)))
+            if head.selects:
+                logits_AU = among_likeliest(logits_AU, base_AU, head.selects)
         previous_A = head.target_ids(logits_AU.argmax(-1))
         drafts.append(previous_A)
     return torch.stack(drafts, 1)

@@ -11,10 +11,12 @@ class Paper(NamedTuple):
     Attributes:
         method: the method's usual name.
         authors: as BibTeX writes them.
-        arxiv: number, such as 2401.10774.
+        arxiv: number, such as 2401.10774; empty where it is published elsewhere.
+        where: where else, ending in the year.
     """
 
     method: str
     title: str
     authors: str
     arxiv: str
+    where: str = ""

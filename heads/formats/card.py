@@ -175,7 +175,9 @@ def _source(source: dict[str, Any]) -> str:
 
 
 def _citation(family: str) -> str:
-    _, title, authors, arxiv = FAMILIES[family].paper
+    _, title, authors, arxiv, where = FAMILIES[family].paper
+    if not arxiv:
+        return f"Method: *{title}*, {authors} ({where}). Trained with Headstart."
     fields = {"title": title, "author": authors, "journal": f"arXiv:{arxiv}", "year": f"20{arxiv[:2]}"}
     entry = ",\n".join([f"@article{{{family}-{arxiv}", *(f"  {key} = {{{value}}}" for key, value in fields.items())])
     said = f"Method: *{title}*, arXiv [{arxiv}](https://arxiv.org/abs/{arxiv}). Trained with Headstart."

@@ -25,19 +25,21 @@ class Versions:
     """The releases of an engine that serve a family, where not all of them do.
 
     Attributes:
-        newest: the last release that serves it.
+        newest: the last release that serves it; None if no later one stopped. oldest: the first; None if all before do.
         run: the release in which heads of the family were loaded and drafted; None if the rules were only read.
-        later: what later releases do.
+        later: what the other releases do.
     """
 
-    newest: str
+    newest: str | None
     run: str | None
     later: str
+    oldest: str | None = None
 
     def sentence(self, engine: str) -> str:
         """For verdicts, launch commands and cards. Args: engine: its name in messages."""
         proven = "" if self.run is None else f" (run on {self.run})"
-        return f"needs {engine} {self.newest} or earlier{proven}: {self.later}"
+        which = f"{self.newest} or earlier" if self.newest else f"{self.oldest} or later"
+        return f"needs {engine} {which}{proven}: {self.later}"
 
 
 @dataclass(frozen=True)

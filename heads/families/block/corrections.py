@@ -69,6 +69,18 @@ class Corrected(BlockCosts):
         raise NotImplementedError
 
     @property
+    def selects(self) -> int:
+        """Drafts are chosen by the corrected logits among so many tokens that are most likely without the correction.
+        0 = among all.
+        """
+        return 0
+
+    @property
+    def select_weight(self) -> float:
+        """Weight of the cross-entropy over these tokens."""
+        return 0.0
+
+    @property
     def reads_overlap(self) -> bool:
         """Whether `more_terms` reads the drafts' overlap with the target's distribution."""
         return False

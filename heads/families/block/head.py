@@ -39,11 +39,13 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.families.block.anchors import draw_anchors
 from headstart.heads.families.block.corrections import Corrected, Drafts
 from headstart.heads.families.block.labels import find_labels, measured
+from headstart.heads.families.block.modules import BlockLayer, ModuleStack
 from headstart.heads.families.block.stack import ContextRows, Slots, Stack
 from headstart.heads.gradients import AddsGradients
 from headstart.heads.kernels.block_attention import BlockAttention, BlockRows
-from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm, Rope
+from headstart.heads.layers import DraftLayer, RMSNorm, Rope
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
+from headstart.heads.losses.select import select_loss
 from headstart.heads.numerics import compute_dtype
 
 WEIGHTINGS = ("decay", "dpace")
@@ -148,7 +150,7 @@ class BlockHead(Corrected, AddsGradients):
         self.fc = nn.Linear(len(self.feature_layers) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(
-            LaterLayer(hidden, width, dims, dims.hidden_act, qk_norm=True) for _ in range(config.layers)
+            BlockLayer(hidden, width, dims) for _ in range(config.layers)
         )
         self.norm = RMSNorm(hidden, eps)
         reduced = size < dims.vocab_size
@@ -159,6 +161,8 @@ class BlockHead(Corrected, AddsGradients):
             raise ConfigError("head: found no loss, expected one of " + ", ".join(f"{k}_weight" for k in KINDS))
         terms = tuple(LossTerm(kind, getattr(config, f"{kind}_weight")) for kind in self.kinds)
         self.terms = terms + tuple(replace(t, name=f"base_{t.name}") for t in terms if self.teaches_base)
+        if self.selects:
+            self.terms = (*self.terms, LossTerm("select", self.select_weight))
 
     def _feature_layers(self) -> list[int]:
         layers, found = self.dims.num_layers, self.config.feature_layers
@@ -267,7 +271,7 @@ class BlockHead(Corrected, AddsGradients):
         blocks, order_A = self.blocks(batch).ascending()
         row_A, index_A = batch.anchors.row_A[order_A], torch.arange(len(order_A), device=order_A.device)
         place_A = torch.empty_like(order_A).scatter_(0, order_A, index_A)
-        stack = Stack(self.fc, self.hidden_norm, list(self.layers), self.norm, self.adds_gradients)  # type: ignore[arg-type]
+        stack = self._stack()
         if torch.is_grad_enabled():
             return stack.run(rows, self._slots(batch, row_A, blocks, place_A)).unflatten(0, (-1, self.depth))
         count = max(1, SLOTS_AT_ONCE // self.block_size)
@@ -276,6 +280,12 @@ class BlockHead(Corrected, AddsGradients):
             for first in range(0, max(len(row_A), 1), count)
         )
         return stack.evaluate(rows, parts).unflatten(0, (-1, self.depth))[place_A]
+
+    def _stack(self) -> Stack | ModuleStack:
+        layers: list[BlockLayer] = list(self.layers)  # type: ignore[arg-type]
+        if layers[0].attention_conv is not None:
+            return ModuleStack(self.fc, self.hidden_norm, layers, self.norm)
+        return Stack(self.fc, self.hidden_norm, layers, self.norm, self.adds_gradients)
 
     def _slots(self, batch: FeatureBatch, row_A: Tensor, blocks: BlockRows, place_A: Tensor) -> Slots:
         """Args: row_A: of each block. place_A: index of the block that comes first, second … in the result."""
@@ -319,13 +329,24 @@ class BlockHead(Corrected, AddsGradients):
                 self.config.weighting == "dpace", part_T, overlap,
             )  # fmt: skip
 
-        losses = run(low_AKr, self.correction_Ur, parts[0], self.reads_overlap)
+        losses, selected = run(*self._taught(low_AKr), parts[0], self.reads_overlap), []
+        if self.selects:
+            assert low_AKr is not None and self.correction_Ur is not None
+            total, argmax_AK = select_loss(
+                hidden_AKD, self.output_UD, low_AKr, self.correction_Ur, labels, self.selects
+            )
+            losses, selected = replace(losses, argmax_AK=argmax_AK), [total]
         more, metrics = self.more_terms(Drafts(hidden_AKD, previous_AK, low_AKr), labels, losses)
+        more = [*selected, *more]
         base = [run(None, None, parts[1]).sum_T] if self.teaches_base else []
         sum_T = torch.cat((losses.sum_T, *base, *(x[None] for x in more))) if base or more else losses.sum_T
         count_T = labels.weight_AK.sum().expand(len(self.terms)).clone()
         loss = measured(batch, labels, self.target_ids(losses.argmax_AK), sum_T, count_T)
         return loss.with_metrics(*zip(*metrics, strict=True)) if metrics else loss
+
+    def _taught(self, low_AKr: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The correction of the logits that carry `kinds`. Where drafts are selected, those are the base logits."""
+        return (None, None) if self.selects else (low_AKr, self.correction_Ur)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ KNOWN = ("layer_types", "mask_token_id", "final_logit_softcapping")
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head."
 #: tensors that a recurrent network and the correction made of its state add to the backbone's
 GRU, CORRECTION = "prefix_gru.", "embed_proj."
+#: tensors of a selector among the most likely tokens
+SELECTOR = "candidate_selector."
 #: pickled side file with an embedding of the mask token of its own
 (MASK_EMBEDDING,) = BESIDE
 
@@ -169,8 +171,8 @@ def _feature_layers(config: dict[str, Any], where: str, limit: int) -> list[int]
 
 
 def addition(raw: RawCheckpoint) -> str | None:
-    """What a block head adds to DFlash's, the first that it has of MARKOV, GRU, and CAUSAL's first name for a causal
-    block; None where it adds nothing.
+    """What a block head adds to DFlash's: the first that it has of MARKOV, GRU, SELECTOR, and CAUSAL's first name for a
+    causal block; None where it adds nothing.
     """
     nested = raw.config.get(NESTED)
     places = (nested if isinstance(nested, dict) else {}, raw.config)
@@ -179,6 +181,10 @@ def addition(raw: RawCheckpoint) -> str | None:
     named = any(place.get("projector_type") == "domino" for place in places)
     if named or any(name.removeprefix("model.").startswith(GRU) for name in raw.tensors):
         return GRU
+    if any(name.removeprefix("model.").startswith(SELECTOR) for name in raw.tensors) or any(
+        place.get("selector_rank") for place in places
+    ):
+        return SELECTOR
     return CAUSAL[0] if any(place.get(name) for place in places for name in CAUSAL) else None
 
 

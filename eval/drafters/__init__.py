@@ -75,6 +75,7 @@ DRAFTERS: dict[str, Drafting] = {
     "eagle3": AUTOREGRESSIVE,
     "dflash": BLOCK_MARGINALS,
     "dspark": BLOCK,
+    "dflash2": BLOCK,
     "domino": BLOCK,
     "jetspec": BLOCK_MARGINALS,
     "peagle": Drafting(

@@ -11,6 +11,9 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.families.dflash.files import PAPER as DFLASH
 from headstart.heads.families.dflash.files import DFlashFiles
 from headstart.heads.families.dflash.head import DFlashConfig, DFlashHead
+from headstart.heads.families.dflash2.files import PAPER as DFLASH2
+from headstart.heads.families.dflash2.files import DFlash2Files
+from headstart.heads.families.dflash2.head import DFlash2Config, DFlash2Head
 from headstart.heads.families.domino.files import PAPER as DOMINO
 from headstart.heads.families.domino.files import DominoFiles
 from headstart.heads.families.domino.head import DominoConfig, DominoHead
@@ -63,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
     "peagle": Family("peagle", PEAGLE, PEagleConfig, PEagleHead, PEagleFiles()),
     "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
+    "dflash2": Family("dflash2", DFLASH2, DFlash2Config, DFlash2Head, DFlash2Files()),
     "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),
     "domino": Family("domino", DOMINO, DominoConfig, DominoHead, DominoFiles()),
     "jetspec": Family("jetspec", JETSPEC, JetSpecConfig, JetSpecHead, JetSpecFiles()),

@@ -99,5 +99,5 @@ FORMAT = Format(
     launch=_launch,
     before=Case.require_parsed,
     targets=TARGETS,
-    unchecked=("dflash", "dspark", "jetspec", "draft_model"),
+    unchecked=("dflash", "dspark", "jetspec", "dflash2", "draft_model"),
 )

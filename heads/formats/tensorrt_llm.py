@@ -112,5 +112,5 @@ FORMAT = Format(
     version="TensorRT-LLM",
     serves={"eagle3": Rules(_eagle3, shards=True), "medusa": Rules(_medusa, _write_medusa)},
     launch=_launch,
-    unchecked=("dflash", "dspark", "jetspec", "draft_model"),
+    unchecked=("dflash", "dspark", "jetspec", "dflash2", "draft_model"),
 )

@@ -35,7 +35,7 @@ from headstart.heads.formats.eagle_rules import (
 from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
-from headstart.heads.formats.vllm_block import check_causal, check_dflash, check_dspark
+from headstart.heads.formats.vllm_block import check_causal, check_dflash, check_dflash2, check_dspark
 from headstart.heads.formats.vllm_draft_model import check_draft_model
 from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl, served
 
@@ -281,6 +281,7 @@ ADAPTED_NAME = "tuned"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("eagle3", {"parallel_drafting": True}),
     "jetspec": ("dflash", {}),
+    "dflash2": ("dflash", {}),
 }
 
 
@@ -315,6 +316,10 @@ FORMAT = Format(
         "peagle": Rules(_peagle, shards=True),
         "dflash": Rules(check_dflash, shards=True),
         "dspark": Rules(check_dspark, shards=True),
+        "dflash2": Rules(
+            check_dflash2, shards=True,
+            versions=Versions(None, None, "0.32 has no DFlash2DraftModel; rules of 0.33 were read, not run", "0.33"),
+        ),
         "jetspec": Rules(check_causal, shards=True),
         "draft_model": Rules(check_draft_model, draws=False),
     },

@@ -9,12 +9,14 @@ are dropped. Which slots draft is fixed for dflash (all but the first); for dspa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.errors import FormatError
 from headstart.heads.families.block.files import BESIDE_LAYER
-from headstart.heads.families.block.published import CONFIDENCE, NESTED
+from headstart.heads.families.block.published import CONFIDENCE, NESTED, SELECTOR
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
 from headstart.heads.formats.block_rules import (
     FILL_IN,
@@ -36,6 +38,9 @@ from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, Verdict
 from headstart.heads.formats.vllm_targets import check_target_class, check_window
 
 DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
+DFLASH2_ARCHITECTURES = ("DFlash2DraftModel",)
+#: sizes of a DFlash 2 head, in dflash_config
+DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 TOKENS_OPTION = "num_speculative_tokens"
 
@@ -49,17 +54,45 @@ def check_causal(case: Case) -> None:
     check_dflash(case, FILL_IN)
 
 
-def check_dflash(case: Case, remedy: str = AS_DSPARK) -> None:
+def check_dflash2(case: Case) -> None:
+    """DFlash with convolutions and a selector, whose sizes stand in dflash_config."""
+    nested, where = nested_of(case.config), f"config.json: {NESTED}"
+    taps, group, rank, count = (integer(nested, name, where, bounds=(1, 1 << 17)) for name in DFLASH2_SIZES)
+    hidden, layers = (block_sizes(case.config, 0)[name] for name in ("H", "layers"))
+    if hidden % group:
+        case.refuse(f"{NESTED}.conv_group_size is {group}, expected a divisor of the {hidden} channels")
+        return
+    more: dict[str, tuple[str, ...]] = {
+        f"{SELECTOR}predecessor_codebook": ("V", "s"), f"{SELECTOR}successor_codebook": ("U", "s"),
+        f"{SELECTOR}hidden_projection.weight": ("s", "H"),
+    }  # fmt: skip
+    for prefix in (f"layers.{n}.{part}_conv." for n in range(layers) for part in ("attention", "mlp")):
+        more |= {f"{prefix}base_kernel": ("2", "taps", "H"), f"{prefix}kernel_projection.weight": ("kernels", "H")}
+    sizes = {"s": rank, "2": 2, "taps": taps, "kernels": 2 * taps * hidden // group}
+    check_dflash(case, FILL_IN, DFLASH2_ARCHITECTURES, more, sizes)
+    case.note(f"it chooses each draft among the {count} most likely tokens")
+
+
+def check_dflash(
+    case: Case,
+    remedy: str = AS_DSPARK,
+    architectures: tuple[str, ...] = DFLASH_ARCHITECTURES,
+    more: Mapping[str, tuple[str, ...]] | None = None,
+    more_sizes: dict[str, int] | None = None,
+) -> None:
     """DFlash: the first slot never drafts, and a reduced vocabulary without its parts is not noticed.
 
-    Args: remedy: for a head whose first slot drafts.
+    Args:
+        remedy: for a head whose first slot drafts.
+        more, more_sizes: see BlockLayout.
     """
     config = _as_read(case)
     if "speculators_model_type" not in case.config:
-        case.require_architecture(DFLASH_ARCHITECTURES, config.get("architectures"))
+        case.require_architecture(architectures, config.get("architectures"))
     nested = nested_of(config)
     ids = _ids(case, config, by_top=False)
-    sizes = _shared(case, config, ids, BlockLayout(block_sizes(config, len(ids))["layers"]))
+    layout = BlockLayout(block_sizes(config, len(ids))["layers"], more=more or {}, sizes=more_sizes or {})
+    sizes = _shared(case, config, ids, layout)
     if not ids:
         case.misread(f"{NESTED}.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
     inner, top = nested.get("sample_from_anchor"), config.get("sample_from_anchor", nested.get("shift_label"))
@@ -179,7 +212,7 @@ def _ids(case: Case, config: dict[str, Any], by_top: bool) -> list[int]:
 
 def _shared(case: Case, config: dict[str, Any], ids: list[int], layout: BlockLayout) -> dict[str, int]:
     """The rules of both methods. Returns: the sizes."""
-    sizes = block_sizes(config, len(ids))
+    sizes = block_sizes(config, len(ids)) | layout.sizes
     nested = nested_of(config)
     inner, top = nested.get("mask_token_id"), config.get("mask_token_id")
     if inner is not None and top is not None and inner != top:

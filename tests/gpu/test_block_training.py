@@ -106,10 +106,12 @@ def clock(step, runs: int = 10) -> float:
     return start.elapsed_time(stop) / runs
 
 
-def head_and_pack(lengths: list[int], dims: HeadDims, dtype: torch.dtype, **fields) -> tuple[Head, FeatureBatch]:
+def head_and_pack(
+    lengths: list[int], dims: HeadDims, dtype: torch.dtype, family: str = "dspark", **fields
+) -> tuple[Head, FeatureBatch]:
     """A head with random weights, and a pack with random features."""
     torch.manual_seed(0)
-    config = FAMILIES["dspark"].config(mask_token_id=1, **fields)
+    config = FAMILIES[family].config(mask_token_id=1, **fields)
     weight = torch.randn(dims.vocab_size, dims.hidden_size, device="cuda", dtype=dtype) * 0.1
     head = build_head(config, dims).cuda()
     head.initialise(TargetEnds(weight, Teacher(weight)))
@@ -124,14 +126,20 @@ def head_and_pack(lengths: list[int], dims: HeadDims, dtype: torch.dtype, **fiel
     return head, batch
 
 
-@pytest.mark.parametrize("fields", [{"sample_from_anchor": False, "depth": 6}, {"depth": 8}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"sample_from_anchor": False, "depth": 6}, {"depth": 8}, {"family": "jetspec", "depth": 7},
+     {"family": "dflash2", "depth": 7}],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize(("autocast", "most"), [(torch.bfloat16, 4e-2), (None, 1e-4)], ids=str)
 def test_all_layers_with_kernels_are_those_in_float64(fields, autocast, most):
     """Slots and the gradient of every parameter of the backbone; tensor operations run in float64."""
     dims = HeadDims(256, 512, 8, 8, 2, 64, 640)
     head, batch = head_and_pack([300, 37, 500], dims, torch.float32, layers=2, **fields)
     upstream = torch.randn(len(batch.anchors), head.depth, dims.hidden_size, device="cuda")
-    names = [name for name, p in head.named_parameters() if "markov" not in name and "confidence" not in name]
+    backbone = ("fc.", "hidden_norm.", "layers.", "norm.")
+    names = [name for name, _ in head.named_parameters() if name.startswith(backbone)]
 
     def run(head: Head, batch: FeatureBatch, dtype: torch.dtype | None) -> list[Tensor]:
         with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -147,6 +155,27 @@ def test_all_layers_with_kernels_are_those_in_float64(fields, autocast, most):
     for name, a, b in zip(["slots", *names], expected, found, strict=True):
         error = float((b.double() - a).norm() / a.norm())
         assert error <= most, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("family", ["jetspec", "domino", "dflash2"])
+def test_a_captured_step_has_the_gradients_of_one_that_is_not(family):
+    """The recurrent network, the base's loss, the convolutions and the selector wait for nothing."""
+    dims = HeadDims(256, 512, 8, 8, 2, 64, 640)
+    head, batch = head_and_pack([300, 37, 500], dims, torch.bfloat16, family, depth=8, layers=2)
+    module = LossModule(head, head.bound_ends().teacher, torch.bfloat16)
+    scale_T = head.term_weights(0.5).cuda() / head.loss_counts(batch)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    found = []
+    for captured in (False, True):
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        if captured:
+            CapturedPacks(module, len(head.terms)).backward(batch, scale_T)
+        else:
+            (module(batch, scale_T)[0] * scale_T).sum().backward()
+        found.append([p.grad.clone() for p in trained])
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).norm()) <= 2e-2 * float(a.norm()) + 1e-9
 
 
 @pytest.mark.parametrize("recompute", [False, True])

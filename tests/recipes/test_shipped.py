@@ -82,6 +82,10 @@ SIZES = {
     "smollm2-domino": (
         5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 3 * 256 * (576 + 256) + 64 * (576 + 256) + 64 * 49152
     ),
+    # and of each layer two convolutions: 2·2·D and 2·2·D/16·D; the selector's A V·r, B U·r, H r·D
+    "smollm2-dflash2": (
+        5 * 576**2 + 2 * 576 + 4 * (SMOLLM2_LAYER + 2 * (4 * 576 + 4 * 36 * 576)) + 64 * (49152 + 16000 + 576)
+    ),
     "smollm2-jetspec": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
     # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
     "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 64 * (49152 + 16000) + 576 + 64 + 1,
@@ -106,7 +110,7 @@ def test_the_list_is_complete() -> None:
     expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3", "peagle")}
     expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3", "peagle")}
     expected |= {"smollm2-dflash", "smollm2-dspark", "qwen3-8b-dflash", "qwen3-8b-dspark", "llama-3.1-8b-dspark"}
-    expected |= {"smollm2-domino", "smollm2-jetspec"}
+    expected |= {"smollm2-dflash2", "smollm2-domino", "smollm2-jetspec"}
     assert set(RECIPES) == expected == set(SIZES)
 
 
@@ -188,7 +192,7 @@ def test_rope_of_the_targets() -> None:
 @pytest.mark.parametrize(
     ("name", "node"),
     [(f"_{n}", "head") for n in ("eagle", "eagle3", "medusa", "hydra", "hydrapp")]
-    + [(f"_{n}", "head") for n in ("dflash", "domino", "dspark", "jetspec")]
+    + [(f"_{n}", "head") for n in ("dflash", "dflash2", "domino", "dspark", "jetspec")]
     + [("_medusa2", "joint")],
 )
 def test_hyper_parameters_cite_their_source(name: str, node: str) -> None:
@@ -218,6 +222,7 @@ def test_block_heads_are_as_published() -> None:
     """Layers, layout, block, weights of the losses; and the same block at training and at decoding."""
     for name, layout, drafts in (
         ("qwen3-8b-dflash", False, 15), ("smollm2-dflash", False, 7), ("smollm2-jetspec", False, 7),
+        ("smollm2-dflash2", False, 7),
         ("qwen3-8b-dspark", True, 7), ("llama-3.1-8b-dspark", True, 7), ("smollm2-dspark", True, 8),
         ("smollm2-domino", True, 8),
     ):  # fmt: skip
@@ -229,6 +234,7 @@ def test_block_heads_are_as_published() -> None:
         assert recipe.eval.tree.kind == "chain" and recipe.eval.tree.depth <= drafts
         weights = {term.name: term.weight for term in head.terms}
         assert weights.pop("confidence", None) == (1.0 if name.endswith("dspark") else None)
+        assert weights.pop("select", None) == (1.0 if name.endswith("dflash2") else None)
         assert weights.pop("base_kl", None) == (1.0 if name.endswith("domino") else None)
         published = {"ce": 0.1, "l1": 0.9} if layout else {"ce": 1.0}
         assert weights == ({"kl": 1.0} if name.startswith("smollm2") else published)

@@ -23,6 +23,7 @@ class Block:
         markov: None, or vanilla, gated, rnn.
         causal: slots do not see those behind them.
         uncorrected: with a recurrent network's correction, the first drafts without it; None without such a network.
+        selects: drafts are chosen among so many tokens that are most likely without the correction; 0 = all.
     """
 
     shape: Shape
@@ -33,6 +34,7 @@ class Block:
     markov: str | None = None
     causal: bool = False
     uncorrected: int | None = None
+    selects: int = 0
 
 
 def layers_of(weights: Weights) -> list[str]:
@@ -50,6 +52,27 @@ def context_rows(weights: Weights, block: Block, streams_TkD: Tensor) -> list[li
     ]
 
 
+def convolved(weights: Weights, prefix: str, side: int, inputs: list[Tensor], x: list[Tensor]) -> list[Tensor]:
+    """DFlash 2: slot j of x by its own taps, over the slots up to it; x itself where the layer has no convolution.
+
+    Args: inputs: what the sublayer's norm gave, which the taps depend on. side: 0 before the sublayer, 1 behind it.
+    """
+    if f"{prefix}base_kernel" not in weights:
+        return x
+    base_TD = weights[f"{prefix}base_kernel"][side]
+    taps, width = base_TD.shape
+    found = []
+    for j, input_D in enumerate(inputs):
+        delta = (weights[f"{prefix}kernel_projection.weight"] @ input_D).view(2, taps, -1)[side]
+        group = width // delta.shape[1]
+        y_D = torch.zeros_like(input_D)
+        for tap in range(min(taps, j + 1)):
+            kernel_D = torch.stack([base_TD[tap, c] + delta[tap, c // group] for c in range(width)])
+            y_D = y_D + kernel_D * x[j - tap]
+        found.append(y_D)
+    return found
+
+
 def slot_outputs(
     weights: Weights, ends: Ends, block: Block, context: list[list[Row]], root: int, position: int
 ) -> list[Tensor]:
@@ -57,14 +80,21 @@ def slot_outputs(
     eps, size = block.shape.eps, block.depth + (0 if block.anchor_first else 1)
     states = [ends.embed_VD[token] for token in [root] + [block.mask] * (size - 1)]
     for prefix, seen in zip(layers_of(weights), context, strict=True):
-        normed = [rms_norm(z_D, weights[f"{prefix}input_layernorm.weight"], eps) for z_D in states]
+        inputs = [rms_norm(z_D, weights[f"{prefix}input_layernorm.weight"], eps) for z_D in states]
+        normed = convolved(weights, f"{prefix}attention_conv.", 0, inputs, inputs)
+        outputs = []
         own = [project(weights, f"{prefix}self_attn.", u_D, position + j, block.shape) for j, u_D in enumerate(normed)]
         for j, row in enumerate(own):
             # every slot sees the whole block, itself included
             visible = own[: j + 1] if block.causal else own
-            x_D = states[j] + attend(weights, f"{prefix}self_attn.", row, seen + visible, block.shape)
-            normed_D = rms_norm(x_D, weights[f"{prefix}post_attention_layernorm.weight"], eps)
-            states[j] = x_D + mlp(weights, f"{prefix}mlp.", normed_D, block.shape)
+            outputs.append(attend(weights, f"{prefix}self_attn.", row, seen + visible, block.shape))
+        outputs = convolved(weights, f"{prefix}attention_conv.", 1, inputs, outputs)
+        states = [z_D + y_D for z_D, y_D in zip(states, outputs, strict=True)]
+        inputs = [rms_norm(x_D, weights[f"{prefix}post_attention_layernorm.weight"], eps) for x_D in states]
+        normed = convolved(weights, f"{prefix}mlp_conv.", 0, inputs, inputs)
+        outputs = [mlp(weights, f"{prefix}mlp.", u_D, block.shape) for u_D in normed]
+        outputs = convolved(weights, f"{prefix}mlp_conv.", 1, inputs, outputs)
+        states = [x_D + y_D for x_D, y_D in zip(states, outputs, strict=True)]
     return [rms_norm(z_D, weights["norm.weight"], eps) for z_D in states[size - block.depth :]]
 
 
@@ -107,6 +137,33 @@ def recurrent_corrections(
     return added
 
 
+def selected_logits(
+    weights: Weights, block: Block, base: list[Tensor], hidden: list[Tensor], previous: list[int]
+) -> list[Tensor]:
+    """DFlash 2's scores U(b) + <A[a] . H h, B[b]> of the likeliest tokens b; the others cannot be chosen."""
+    found = []
+    for z_U, h_D, token in zip(base, hidden, previous, strict=False):
+        low_r = weights["candidate_selector.predecessor_codebook"][token]
+        low_r = low_r * (weights["candidate_selector.hidden_projection.weight"] @ h_D)
+        s_U = torch.full_like(z_U, -torch.inf)
+        for b in z_U.argsort(descending=True)[: block.selects].tolist():
+            s_U[b] = z_U[b] + weights["candidate_selector.successor_codebook"][b] @ low_r
+        found.append(s_U)
+    return found
+
+
+def selector_term(
+    weights: Weights, block: Block, z_U: Tensor, s_U: Tensor, h_D: Tensor, token: int, label: int
+) -> Tensor:
+    """Cross-entropy over the candidates; a label that is none of them replaces the least likely one."""
+    likeliest = z_U.argsort(descending=True)[: block.selects].tolist()
+    low_r = weights["candidate_selector.predecessor_codebook"][token]
+    low_r = low_r * (weights["candidate_selector.hidden_projection.weight"] @ h_D)
+    right = z_U[label] + weights["candidate_selector.successor_codebook"][label] @ low_r
+    others = [b for b in likeliest if b != label][: block.selects - 1]
+    return torch.logsumexp(torch.stack([right, *(s_U[b] for b in others)]), 0) - right
+
+
 def block_logits(
     weights: Weights, ends: Ends, block: Block, hidden: list[Tensor], previous: list[int]
 ) -> list[Tensor]:
@@ -114,6 +171,8 @@ def block_logits(
     matrix_UD = ends.lm_head_VD if block.draft_ids is None else ends.lm_head_VD[block.draft_ids]
     matrix_UD = weights.get("lm_head.weight", matrix_UD)
     found = [matrix_UD @ h_D for h_D in hidden[: len(previous)]]
+    if block.selects:
+        return selected_logits(weights, block, found, hidden, previous)
     if block.uncorrected is not None:
         added = recurrent_corrections(weights, ends, block, hidden, previous)
     elif block.markov is not None:
@@ -201,8 +260,9 @@ def block_loss(
     sum over the later slots of the probability of getting there, and its divisor counts slots. With `base`, every term
     once more, of the logits without the correction.
     """
-    terms = [*kinds, *(kinds if base else ()), *(["confidence"] if confidence else [])]
-    plain = replace(block, markov=None, uncorrected=None)
+    terms = [*kinds, *(kinds if base else ()), *(["select"] if block.selects else [])]
+    terms += ["confidence"] if confidence else []
+    plain = replace(block, markov=None, uncorrected=None, selects=0)
     zero = torch.zeros((), dtype=ends.lm_head_VD.dtype)
     zeros = [[0] * block.depth for _ in range(3)]
     sums = BlockSums([zero] * len(terms), [0.0] * len(terms), zeros[0], zeros[1], 0, zeros[2])
@@ -221,7 +281,7 @@ def block_loss(
             active = 0
             while active < reached and labels[active] in listed:
                 active += 1
-            if base:
+            if base or block.selects:
                 plain_logits = block_logits(weights, ends, plain, hidden, document.tokens[t + 1 : t + 1 + reached])
             sums.covered += active > 0
             found, found_plain, all_hit = [], [], True
@@ -234,7 +294,13 @@ def block_loss(
                 sums.prefix[k - 1] += all_hit
                 if k <= active:
                     p = torch.softmax(ends.logits(document.hidden_TD[t + k])[listed], 0)
-                    slot = slot_terms(q, p, listed.index(labels[k - 1]))
+                    label = listed.index(labels[k - 1])
+                    slot = slot_terms(torch.softmax(plain_logits[k - 1], 0) if block.selects else q, p, label)
+                    if block.selects:
+                        slot["select"] = selector_term(
+                            weights, block, plain_logits[k - 1], logits[k - 1], hidden[k - 1], document.tokens[t + k],
+                            label,
+                        )  # fmt: skip
                     if confidence:
                         e_r = weights["markov_head.markov_w1.weight"][document.tokens[t + k]]
                         c = weights["confidence_head.proj.weight"][0] @ torch.cat([hidden[k - 1], e_r])

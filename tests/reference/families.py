@@ -16,6 +16,7 @@ from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.families import (
     FAMILIES,
+    DFlash2Config,
     DFlashConfig,
     DominoConfig,
     DSparkConfig,
@@ -136,7 +137,7 @@ def block_of(head: Any) -> Block:
     c = head.config
     markov = getattr(c, "markov_head", None)
     return Block(shape_of(head), c.depth, c.sample_from_anchor, c.mask_token_id, ids, markov, head.causal,
-                 getattr(c, "uncorrected", None))  # fmt: skip
+                 getattr(c, "uncorrected", None), head.selects)  # fmt: skip
 
 
 def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Any:
@@ -187,6 +188,11 @@ def dflash(**fields: Any) -> DFlashConfig:
 
 def dspark(**fields: Any) -> DSparkConfig:
     return DSparkConfig(**{**BLOCK, "markov_rank": 6, **REDUCED, **fields})
+
+
+def dflash2(**fields: Any) -> DFlash2Config:
+    given = {"conv_group": 8, "selector_rank": 6, "selector_candidates": 5}
+    return DFlash2Config(**{**BLOCK, **given, **fields})
 
 
 def domino(**fields: Any) -> DominoConfig:
@@ -384,6 +390,24 @@ REFERENCES: dict[str, Reference] = {
             "rnn": {"markov_head": "rnn"},
             "whole vocabulary, fill in": {"draft_vocab_size": 0, "sample_from_anchor": False},
         },
+    ),
+    "dflash2": Reference(
+        twin=_block,
+        examples={
+            "fill in": Example(dflash2()),
+            "draft vocabulary, three taps": Example(dflash2(conv_taps=3, **REDUCED)),
+            "anchor first": Example(
+                dflash2(sample_from_anchor=True, conv_group=32), refused=frozenset({"portable", "vllm"})
+            ),
+            "kl": Example(dflash2(kl_weight=1.0, select_weight=0.5), loss_only=True),
+        },
+        random=dflash2(anchor_share=0.2),
+        small=lambda vocab: DFlash2Config(
+            depth=4, layers=2, feature_layers=[1, 2, 3], mask_token_id=vocab - 1, conv_group=8, selector_rank=8,
+            selector_candidates=6,
+        ),
+        steps=25,
+        variants={"anchor first, draft vocabulary": {"sample_from_anchor": True, "draft_vocab_size": 50}},
     ),
     "domino": Reference(
         twin=_block,

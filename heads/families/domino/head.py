@@ -93,7 +93,7 @@ class DominoHead(BlockHead):
         nn.init.zeros_(self.correction_Ur)  # training starts from the base logits
 
     @property
-    def teaches_base(self) -> bool:
+    def teaches_base(self) -> bool:  # type: ignore[override]
         return self.config.base_weight > 0
 
     @property

@@ -303,7 +303,7 @@ def large_head(name: str, vocab: int) -> Any:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("batch", [1, 3, 20])
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "jetspec", "dflash2"])
 @torch.inference_mode()
 def test_kernels_at_an_8b_targets_sizes_compute_what_their_twins_do(name: str, batch: int) -> None:
     head = large_head(name, 64000)
@@ -334,7 +334,7 @@ def test_kernels_at_an_8b_targets_sizes_compute_what_their_twins_do(name: str, b
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, gated", "dspark, rnn"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, gated", "dspark, rnn", "domino", "dflash2"])
 @torch.inference_mode()
 def test_a_captured_draft_is_the_same_as_one_that_is_not(name: str, temperature: float) -> None:
     """With other roots, counts and lengths at every replay, and the lengths that the graph itself leaves."""

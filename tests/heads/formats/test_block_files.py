@@ -44,6 +44,7 @@ from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families.dflash.head import DFlashConfig
+from headstart.heads.families.dflash2.head import DFlash2Config
 from headstart.heads.families.domino.head import DominoConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.families.jetspec.head import JetSpecConfig
@@ -173,7 +174,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], str]
     "sliding windows": (F, {"layer_types": ["full_attention", "sliding_attention"]}, same, "no sliding windows"),
     "interleaved rope": (F, {"is_neox_style": False}, same, "is_neox_style is False"),
     "interleaved rope, in SGLang's words": (F, {"rope_is_neox_style": False}, same, "rope_is_neox_style is False"),
-    "convolutions of DFlash 2": (F, nested(conv_kernel_size=2), same, "conv_kernel_size is 2"),
+    "convolutions alone": (F, nested(conv_kernel_size=2), same, "conv_kernel_size is 2"),
+    "DFlash 2 without its tensors": (
+        F, nested(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=4), same, "candidate_selector",
+    ),
     "Domino without its sizes": (F, nested(projector_type="domino"), same, "gru_hidden_dim is None"),
     "Domino without its network": (
         F, nested(projector_type="domino", gru_hidden_dim=5, emb_dim=4), same, "prefix_gru.weight_ih_l0",
@@ -239,6 +243,7 @@ HEADS = {
     "DFlash, anchor first, draft vocabulary": DFlashConfig(
         layers=1, depth=3, mask_token_id=90, sample_from_anchor=True, draft_vocab_size=U, feature_layers=[3]
     ),
+    "DFlash 2": DFlash2Config(layers=2, mask_token_id=90, conv_group=8, selector_rank=4, selector_candidates=3),
     "Domino": DominoConfig(layers=2, mask_token_id=90, gru_size=5, correction_rank=4, uncorrected=2),
     "JetSpec": JetSpecConfig(layers=2, mask_token_id=90),
     "DSpark": DSparkConfig(layers=2, mask_token_id=90, markov_rank=6),

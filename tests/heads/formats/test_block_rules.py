@@ -391,6 +391,7 @@ def test_exports(tmp_path: Path, config: Any, engines: set[str], engine: str) ->
     ("llama-3.1-8b-dspark", "Llama-3.1-8B-Instruct", "drafts 7 tokens, mask token 128002"),
     ("smollm2-dflash", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
     ("smollm2-dspark", "smollm2-135m-instruct", "a block of 8 slots drafts 8 tokens"),
+    ("smollm2-dflash2", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
     ("smollm2-domino", "smollm2-135m-instruct", "a block of 8 slots drafts 8 tokens"),
     ("smollm2-jetspec", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
 ])  # fmt: skip
@@ -432,6 +433,14 @@ def test_launch_commands_say_how_to_sample(family: str) -> None:
     assert '"draft_sample_method": "probabilistic", "rejection_sample_method": "block" in the spec' in vllm[-2]
     assert sglang[-2].startswith("# temperature above 0: --speculative-use-block-verification (CUDA and ROCm)")
     assert "block" not in commented("vllm", "medusa", "run it")
+
+
+def test_dflash_2_needs_a_later_vllm() -> None:
+    side = {"type": "dflash2", "config": {"depth": 7}, "target": {"name": "a/b"}}
+    command = launch_commands("user/head", side, ["vllm"])["vllm"]
+    assert '"method": "dflash", "model": "user/head", "num_speculative_tokens": 7' in command
+    said = "# needs vLLM 0.33 or later: 0.32 has no DFlash2DraftModel"
+    assert commented("vllm", "dflash2", command).startswith(said)
 
 
 ON_CARDS = {

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import build_head
 from headstart.heads.families.dflash.head import DFlashConfig
+from headstart.heads.families.dflash2.head import DFlash2Config
 from headstart.heads.families.domino.head import DominoConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.families.jetspec.head import JetSpecConfig
@@ -41,11 +42,14 @@ def conversations() -> tuple[Target, FeatureBatch]:
         # a random target is unsure of its tokens: by its distribution alone, some stay as likely as the right one
         DSparkConfig(depth=DEPTH, layers=2, mask_token_id=0, markov_rank=16, ce_weight=1.0),
         JetSpecConfig(depth=DEPTH, layers=2, mask_token_id=0, kl_weight=0.0, ce_weight=1.0),
+        DFlash2Config(
+            depth=DEPTH, layers=2, mask_token_id=0, conv_group=8, selector_rank=16, selector_candidates=4
+        ),
         DominoConfig(depth=DEPTH, layers=2, mask_token_id=0, correction_rank=16, gru_size=32),
     ],
     ids=[
         "fill in, cross-entropy", "anchor first, labels and total variation, markov head", "causal, cross-entropy",
-        "recurrent correction, share of the base",
+        "convolutions and selector", "recurrent correction, share of the base",
     ],
 )
 def test_it_learns_eight_conversations_by_heart(config):

@@ -164,7 +164,7 @@ FORMAT = Format(
         "dflash": Rules(check_dflash, shards=True),
         "dspark": Rules(check_dspark, shards=True),
         "jetspec": Rules(check_causal, shards=True),
-        "domino": Rules(check_domino, shards=True),
+        "domino": Rules(check_domino, shards=True, draws=False),
     },
     launch=_launch,
     before=Case.require_parsed,

@@ -193,7 +193,9 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
     behaves = all(getattr(config, name) == getattr(given.config, name) for name in config.behaviour)
     if ours != theirs or described.spec != given.spec or described.hidden_act != given.hidden_act or not behaves:
         names = (*config.structure, *config.behaviour, *(config.reading if described.spec != given.spec else ()))
-        pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
+        files = FAMILIES[config.type].files  # its settings say null as the value that it stands for
+        said, held = files.settings(config, dims), files.settings(given.config, given.dims)
+        pairs = [(name, said[name], held[name]) for name in names]
         if hasattr(config, "hidden_act"):
             pairs.append(("hidden_act", described.hidden_act, given.hidden_act))
         differing = [shlex.quote(f"head.{name}={_yaml(value)}") for name, own, value in pairs if own != value]

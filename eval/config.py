@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headstart.heads.errors import ConfigError
@@ -156,6 +156,18 @@ class TuneConfig:
     context: int | None = None
     #: Timed repetitions behind each cost.
     repeats: int = 5
+
+
+def identity_of(config: EvalConfig) -> dict[str, Any]:
+    """What a report depends on, as JSON values by which a finished evaluation is found again.
+
+    Settings that earlier versions lacked are left out where they change no answer of such a version.
+    """
+    values = {**RETIRED, **asdict(config)}
+    del values["refill"]
+    if config.temperature == 0 or config.verification == "token":
+        del values["verification"]
+    return values
 
 
 def check_config(config: EvalConfig) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from headstart import identity
-from headstart.eval.config import RETIRED
+from headstart.eval.config import identity_of
 from headstart.eval.measuring.rendering import render_saved
 from headstart.eval.prompts import describe_data
 from headstart.evaluation import UNTRAINED, measure, say_own_data
@@ -46,7 +46,7 @@ def evaluate(run: Run) -> dict[str, Any]:
     inputs = {
         "head": identity.of_saved_head(run.head_dir) if trained else run.recipe.head.identity(),
         "target": identity.of_target(run.recipe.target),
-        "eval": {**RETIRED, **dataclasses.asdict(config)},
+        "eval": identity_of(config),
         "data": describe_data(data),
         "shorter_chains": run.recipe.shorter_chains,
     }

@@ -99,6 +99,9 @@ class MiniBlockHead(Head):
         count_K = batch.anchors.active_counts()
         return torch.stack((count_K.sum(), count_K[0]))
 
+    def covered_rows(self, batch: FeatureBatch) -> Tensor:
+        return batch.anchors.active_counts()[0]
+
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors, weights = batch.anchors, batch.anchors.weights()
         row_A = anchors.row_A[: anchors.count_K[0]]

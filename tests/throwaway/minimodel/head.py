@@ -52,6 +52,7 @@ class MiniModelHead(Head):
     """It reads tokens alone. Row t + 1 has read x_{t+1} and drafts x_{t+2}: depth 1 of the anchor t."""
 
     family = "minimodel"
+    joint_obstacle = "it reads no features of the target"
     config: MiniModelConfig
 
     def __init__(self, config: MiniModelConfig, dims: HeadDims):

@@ -9,8 +9,6 @@ U draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-import copy
-import time
 from dataclasses import replace
 
 import torch
@@ -18,8 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import (
     Sampling,
@@ -30,39 +26,31 @@ from headstart.eval.decoding.sampling import (
     penalise,
     probabilities,
 )
+from headstart.eval.drafters.cached import CachedDrafter
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
-from headstart.eval.drafters.layer import all_start_widths, appended, start_widths
+from headstart.eval.drafters.layer import appended
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
-from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.line_up import Lined, line_up
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain
-from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.autoregressive import AutoregressiveHead
 
 
-class AutoregressiveDrafter:
-    """Drafts token after token with an AutoregressiveHead bound to its target. The first `start` copies its weights."""
+class AutoregressiveDrafter(CachedDrafter):
+    """Drafts token after token with an AutoregressiveHead bound to its target."""
 
-    captures = True
+    head: AutoregressiveHead
+    step: DraftStep
 
     def __init__(self, head: AutoregressiveHead, tree: TreeConfig, sampling: Sampling):
-        self.head, self.tree, self.sampling = head, tree, sampling
-        self.name = head.family
-        self.spec: FeatureSpec | None = head.spec
+        super().__init__(head, tree, sampling)
         self.dynamic = tree.kind == "dynamic"
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
         #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
-        self.says_confidence = False
-        self.prepare_s = 0.0
-        self.step: DraftStep
-        self.kv: Buffers
-        self._made = False
-        self._aside: AutoregressiveDrafter | None = None
 
     @property
     def confidence_source(self) -> str:
@@ -77,17 +65,6 @@ class AutoregressiveDrafter:
         rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
         return [(self.step.linears(), count) for count in sorted(rows)]
 
-    def aside(self) -> AutoregressiveDrafter:
-        if self._aside is None or self._aside.step is not self.step:
-            self._aside = copy.copy(self)
-            self._aside._aside = None
-        return self._aside
-
-    @torch.inference_mode()
-    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
-        assert isinstance(aside, AutoregressiveDrafter)
-        self.kv.take_row(row, aside.kv, slots)
-
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
         scratch = self.tree.depth * (self.tree.k if self.dynamic else 1)
@@ -100,43 +77,10 @@ class AutoregressiveDrafter:
         self._read_context(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
         self._hold(context.at(known_B[:, None]))
 
-    def _read_context(self, rows: Rows, count_B: Tensor) -> None:
-        """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths."""
-        widths = start_widths(rows.tokens_BJ.shape[1])
-        rows, begin = rows.padded(sum(widths)), 0
-        for width in widths:
-            columns = slice(begin, begin + width)
-            self._append(rows.tokens_BJ[:, columns], self._fuse(rows, columns), (count_B - begin).clamp(0, width))
-            begin += width
-
-    def _compile_start(self, like: Rows) -> None:
-        """Run a pass of every width that `start` may need, to compile its kernels."""
-        for columns in all_start_widths():
-            self._read_context(like.zeros(columns), torch.zeros_like(like.count_B))
-
-    def _prepare(self, context: Rows, slots: int) -> None:
-        """Make weights and buffers, unless those of an earlier batch fit."""
-        batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
-        ready = self._made and self.step.tables[0].shape[0] >= slots
-        placed = self._made and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
-        if ready and placed:
-            return
-        synchronize(device)  # do not count the target's prefill, which may still run
-        began = time.perf_counter()
-        if not ready:
-            self.step = DraftStep(self.head, slots)
-        if not placed:
-            dims = self.head.dims
-            shapes = [(dims.num_kv_heads, dims.head_dim)] * len(self.step.layers)
-            self.kv = Buffers(shapes, batch, slots, self.step.dtype, device)
-            self._place(batch, device)
-            self.length_B = torch.zeros_like(context.count_B)
-            compile_ahead(lambda: self._compile_start(context))
-        self._made = True
-        self.prepare_s += time.perf_counter() - began
+    def _make_step(self, slots: int) -> DraftStep:
+        return DraftStep(self.head, slots)
 
     def _place(self, batch: int, device: torch.device) -> None:
-        """Make what captured cycles read besides buffers, which must stay where it is."""
         self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
 
     @torch.inference_mode()
@@ -173,14 +117,13 @@ class AutoregressiveDrafter:
     def _propose_chain(
         self, g_B1H: Tensor, logits_B1U: Tensor, generator: torch.Generator | None, lined: Lined
     ) -> Tree:
-        sampled = self.tree.sample and not self.sampling.greedy
         seen_BV = self.seen_BV
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         confidences: list[Tensor] = []
         for depth in range(1, self.tree.depth + 1):
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
-            if sampled:
+            if self._sampled:
                 q_BU = probabilities(logits_B1U[:, 0], self.sampling, seen_BU)
                 tokens.append(self.head.target_ids(draw(q_BU, generator)[:, None]))
                 qs.append(in_target_vocabulary(q_BU, self.head.draft_ids_U, self.head.dims.vocab_size))
@@ -222,11 +165,12 @@ class AutoregressiveDrafter:
         visibility = Visibility(nodes.position_Bk, nodes.write_Bk, growth.length_B, nodes.seen_Bkn)
         return self._pass(nodes.tokens_Bk, g_BfH, visibility, under_BN=nodes.under_Bk)
 
-    def _append(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> None:
-        """Append the first `count_B` rows of each sequence to the draft KV. Args: g_BJH: from the target's features."""
+    def _append(self, rows: Rows, columns: slice, count_B: Tensor) -> None:
+        tokens_BJ = rows.tokens_BJ[:, columns]
         # a pass drafts after at least one row; this draft is not read
         first_B1 = torch.zeros_like(count_B)[:, None]
-        self._pass(tokens_BJ, g_BJH, appended(count_B, tokens_BJ.shape[1], self.length_B, self.kv.bin), first_B1)
+        visibility = appended(count_B, tokens_BJ.shape[1], self.length_B, self.kv.bin)
+        self._pass(tokens_BJ, self._fuse(rows, columns), visibility, first_B1)
         self.length_B = self.length_B + count_B
 
     def _pass(

@@ -11,8 +11,6 @@ m streams, r rank, U draft vocabulary, V target vocabulary, A rows of a document
 
 from __future__ import annotations
 
-import copy
-import time
 from dataclasses import replace
 
 import torch
@@ -21,7 +19,6 @@ from torch.nn import functional as F
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import (
     Sampling,
@@ -32,19 +29,19 @@ from headstart.eval.decoding.sampling import (
     penalise,
     probabilities,
 )
+from headstart.eval.drafters.cached import CachedDrafter
 from headstart.eval.drafters.convolved import ConvolvedPass
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
-from headstart.eval.drafters.layer import LayerPass, all_start_widths, norm_of, rope_tables, start_widths
+from headstart.eval.drafters.independent import choose_each
+from headstart.eval.drafters.layer import LayerPass, norm_of, rope_tables
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.block_input import BlockInput, block_input
 from headstart.eval.kernels.context_store import ContextStore, context_store
-from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.marginals import drafted_marginals
 from headstart.eval.kernels.walk import Walk, walk
 from headstart.eval.tree import Tree, chain
-from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.block.head import BlockHead
 from headstart.heads.kernels.block_attention import BlockAttention, BlockRows
 from headstart.heads.kernels.device import wants_kernel
@@ -131,28 +128,21 @@ class BlockPass:
         return self.output(hidden_KBD.flatten(0, 1)).unflatten(0, hidden_KBD.shape[:2])
 
 
-class BlockDrafter:
-    """Drafts with a BlockHead bound to its target. The first `start` copies its weights.
+class BlockDrafter(CachedDrafter):
+    """Drafts with a BlockHead bound to its target.
 
     A correction of the logits that is no table (`walk_step`) runs on the head's own weights.
     """
 
-    captures = True
+    head: BlockHead
+    step: BlockPass
 
     def __init__(self, head: BlockHead, tree: TreeConfig, sampling: Sampling):
-        self.head, self.tree, self.sampling = head, tree, sampling
-        self.name = head.family
-        self.spec: FeatureSpec | None = head.spec
+        super().__init__(head, tree, sampling)
         self.depth = self.max_nodes = min(tree.depth, head.depth)
         self.marginals = drafted_marginals(tree, self.depth, head.draft_vocab_size or head.dims.vocab_size)
         if self.marginals is not None:
             self.depth, self.max_nodes = len(self.marginals.levels), self.marginals.nodes
-        self.says_confidence = False
-        self.prepare_s = 0.0
-        self.step: BlockPass
-        self.kv: Buffers
-        self._made = False
-        self._aside: BlockDrafter | None = None
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -167,25 +157,9 @@ class BlockDrafter:
         return "confidence" if self.head.has_confidence else "draft_probability"
 
     @property
-    def _sampled(self) -> bool:
-        """Whether drafts are drawn from the head's distribution."""
-        return self.tree.sample and not self.sampling.greedy
-
-    @property
     def _walks(self) -> bool:
         """Whether one kernel makes all drafts from the logits."""
         return self.step.walk is not None and not self._sampled and not self.sampling.penalises
-
-    def aside(self) -> BlockDrafter:
-        if self._aside is None or self._aside.step is not self.step:
-            self._aside = copy.copy(self)
-            self._aside._aside = None
-        return self._aside
-
-    @torch.inference_mode()
-    def take_row(self, row: int, aside: Drafter, slots: int) -> None:
-        assert isinstance(aside, BlockDrafter)
-        self.kv.take_row(row, aside.kv, slots)
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
@@ -193,53 +167,25 @@ class BlockDrafter:
         self._prepare(context, capacity + self.head.block_size)
         self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, self.head.dims.vocab_size)
         self.length_B = torch.zeros_like(context.count_B)
-        self._read_context(context)
+        self._read_context(context, context.count_B)
 
-    def _read_context(self, rows: Rows) -> None:
-        """Append all rows, in passes of few different widths."""
-        widths = start_widths(rows.tokens_BJ.shape[1])
-        streams_BJmD, begin = _streams(rows.padded(sum(widths))), 0
-        for width in widths:
-            columns = slice(begin, begin + width)
-            self._append(streams_BJmD[:, columns], (rows.count_B - begin).clamp(0, width))
-            begin += width
+    def _make_step(self, slots: int) -> BlockPass:
+        return BlockPass(self.head, slots, self.depth)
 
-    def _append(self, streams_BJmD: Tensor, count_B: Tensor) -> None:
-        self.length_B = self.step.append(streams_BJmD, count_B, self.length_B, self.kv)
+    def _place(self, batch: int, device: torch.device) -> None:
+        self._chain = chain(torch.zeros((batch, self.depth), dtype=torch.int64, device=device))
+        if self.marginals is not None:
+            self.marginals = self.marginals.to(device)
 
-    def _compile_start(self, like: Rows) -> None:
-        """Run a pass of every width that `start` may need, to compile its kernels."""
-        for columns in all_start_widths():
-            self._read_context(like.zeros(columns))
-
-    def _prepare(self, context: Rows, slots: int) -> None:
-        """Make weights and buffers, unless those of an earlier batch fit."""
-        batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
-        ready = self._made and self.step.tables[0].shape[0] >= slots
-        placed = self._made and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
-        if ready and placed:
-            return
-        synchronize(device)  # do not count the target's prefill, which may still run
-        began = time.perf_counter()
-        if not ready:
-            self.step = BlockPass(self.head, slots, self.depth)
-        if not placed:
-            dims = self.head.dims
-            shapes = [(dims.num_kv_heads, dims.head_dim)] * len(self.step.layers)
-            self.kv = Buffers(shapes, batch, slots, self.step.dtype, device)
-            # captured cycles read its parents and depths, so they must stay where they are
-            self._chain = chain(torch.zeros((batch, self.depth), dtype=torch.int64, device=device))
-            if self.marginals is not None:
-                self.marginals = self.marginals.to(device)
-            self.length_B = torch.zeros_like(context.count_B)
-            compile_ahead(lambda: self._compile_start(context))
-        self._made = True
-        self.prepare_s += time.perf_counter() - began
+    def _append(self, rows: Rows, columns: slice, count_B: Tensor) -> None:
+        if rows.streams_BJkD is None:
+            raise ValueError("the rows carry no features: give the engine the drafter's spec")
+        self.length_B = self.step.append(rows.streams_BJkD[:, columns], count_B, self.length_B, self.kv)
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
         self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
-        self._append(_streams(accepted), accepted.count_B)
+        self._append(accepted, slice(None), accepted.count_B)
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
@@ -286,13 +232,13 @@ class BlockDrafter:
         """As `_one_by_one`, at once where that is possible."""
         if self._walks and self.step.walk is not None:
             return walk(logits_KBU, roots_B, self.step.walk), None
-        if self.seen_BV is not None or self.step.up is not None:
+        if self.step.up is not None:
             return self._one_by_one(hidden_KBD, logits_KBU, roots_B, generator)
-        # no draft depends on another one
-        if self._sampled:
-            q_BKU = probabilities(logits_KBU.transpose(0, 1), self.sampling)
-            return self.head.target_ids(draw(q_BKU, generator)), q_BKU
-        return argmax(logits_KBU, self.head.draft_ids_U).t().contiguous(), None
+        ids_U = self.head.draft_ids_U
+        if self._sampled or self.seen_BV is not None:
+            logits_BKU = logits_KBU.transpose(0, 1)
+            return choose_each(logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator)
+        return argmax(logits_KBU, ids_U).t().contiguous(), None
 
     def _one_by_one(
         self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
@@ -303,9 +249,8 @@ class BlockDrafter:
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         for hidden_BD, logits_BU in zip(hidden_KBD, logits_KBU, strict=True):
-            if self.step.up is not None:
-                low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
-                logits_BU = self._corrected(low_Br, logits_BU)
+            low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
+            logits_BU = self._corrected(low_Br, logits_BU)
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
             if self._sampled:
                 qs.append(probabilities(logits_BU, self.sampling, seen_BU))
@@ -315,12 +260,6 @@ class BlockDrafter:
             tokens.append(previous_B)
             seen_BV = add_seen(seen_BV, previous_B[:, None])
         return torch.stack(tokens, 1), torch.stack(qs, 1) if qs else None
-
-
-def _streams(rows: Rows) -> Tensor:
-    if rows.streams_BJkD is None:
-        raise ValueError("the rows carry no features: give the engine the drafter's spec")
-    return rows.streams_BJkD
 
 
 def block_everywhere(

@@ -10,7 +10,8 @@ from torch import Tensor
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, penalise
+from headstart.eval.drafters.independent import choose_each
 from headstart.eval.kernels.candidates import top_ids
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.marginals import drafted_marginals
@@ -71,7 +72,9 @@ class MedusaDrafter:
         logits_BKV = self.head.draft_logits(self.hidden_BD)[:, : self.depth]
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         if self.shape is None and self.marginals is None:
-            return self._chain(logits_BKV, generator)
+            sampled = self.tree.sample and not self.sampling.greedy
+            tokens_BK, q_BKV = choose_each(logits_BKV, self.sampling, sampled, self.seen_BV, None, generator)
+            return chain(tokens_BK, q_BKV=q_BKV)
         # nodes of one depth and rank share a token, whatever their paths: only the context's tokens are penalised
         seen_B1V = None if self.seen_BV is None else self.seen_BV[:, None]
         logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
@@ -79,23 +82,3 @@ class MedusaDrafter:
             return self.marginals.tree(self.marginals.marginals(logits_BKV), None)
         assert self.shape is not None
         return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))
-
-    def _chain(self, logits_BKV: Tensor, generator: torch.Generator | None) -> Tree:
-        """One token of every head. A repetition penalty counts the drafts before it too, as the target's does."""
-        sampled = self.tree.sample and not self.sampling.greedy
-        seen_BV = self.seen_BV
-        if seen_BV is None:
-            if not sampled:
-                return chain(best(logits_BKV, self.sampling, None))
-            q_BKV = probabilities(logits_BKV, self.sampling)
-            return chain(draw(q_BKV, generator), q_BKV=q_BKV)
-        tokens: list[Tensor] = []
-        qs: list[Tensor] = []
-        for logits_BV in logits_BKV.unbind(1):
-            if sampled:
-                qs.append(probabilities(logits_BV, self.sampling, seen_BV))
-                tokens.append(draw(qs[-1], generator))
-            else:
-                tokens.append(best(logits_BV, self.sampling, seen_BV))
-            seen_BV = add_seen(seen_BV, tokens[-1][:, None])
-        return chain(torch.stack(tokens, 1), q_BKV=torch.stack(qs, 1) if sampled else None)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.sampling import Sampling, add_seen, draw, logit_of_best, penalise, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, logit_of_best, penalise
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
-from headstart.eval.kernels.argmax import argmax
+from headstart.eval.drafters.independent import choose_each
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.line_up import line_up
 from headstart.eval.kernels.linear import Linear
@@ -80,28 +80,10 @@ class ParallelDrafter(AutoregressiveDrafter):
             seen_B1U = None if seen_BU is None else seen_BU[:, None]
             logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
             return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U)
-        tokens_BK, q_BKV = self._drawn(logits_BKU, generator)
+        ids_U = self.head.draft_ids_U
+        tokens_BK, q_BKU = choose_each(logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator)
+        q_BKV = None if q_BKU is None else in_target_vocabulary(q_BKU, ids_U, self.head.dims.vocab_size)
         # drafts that were drawn have their q in the tree; a penalty depends on the drafts before
         says = self.says_confidence and q_BKV is None and not self.sampling.penalises
         confidence_BK = logit_of_best(logits_BKU) if says else None
         return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV, confidence_BN=confidence_BK)
-
-    def _drawn(self, logits_BKU: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
-        """(a token of every depth, what it was drawn from; None for the most likely ones).
-
-        A repetition penalty counts the drafts before each one too, as the target's does.
-        """
-        sampled = self.tree.sample and not self.sampling.greedy
-        parts = [logits_BKU] if self.seen_BV is None else logits_BKU.split(1, dim=1)
-        seen_BV, tokens, qs = self.seen_BV, [], []
-        for logits_BnU in parts:
-            seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
-            seen_B1U = None if seen_BU is None else seen_BU[:, None]
-            if sampled:
-                q_BnU = probabilities(logits_BnU, self.sampling, seen_B1U)
-                tokens.append(self.head.target_ids(draw(q_BnU, generator)))
-                qs.append(in_target_vocabulary(q_BnU, self.head.draft_ids_U, self.head.dims.vocab_size))
-            else:
-                tokens.append(argmax(penalise(logits_BnU, self.sampling, seen_B1U), self.head.draft_ids_U))
-            seen_BV = add_seen(seen_BV, tokens[-1])
-        return torch.cat(tokens, 1), torch.cat(qs, 1) if qs else None

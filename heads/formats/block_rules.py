@@ -15,6 +15,8 @@ from headstart.heads.families.eagle_files import shifted
 from headstart.heads.formats.eagle_rules import check_reach, layer_tensors, llama_sizes, mask_token_problem
 from headstart.heads.formats.verdicts import WRONG, Case, TensorRule, Verdict
 
+#: architectures by which engines know a head of either kind
+DFLASH_ARCHITECTURES, DSPARK_ARCHITECTURES = ("DFlashDraftModel",), ("Qwen3DSparkModel", "DSparkDraftModel")
 #: tensors that engines take, and do not need
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 #: what to do with a head whose first slot drafts, where no engine serves it so

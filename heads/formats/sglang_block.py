@@ -13,6 +13,8 @@ from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.families.block.published import CONFIDENCE, CORRECTION, GRU, MARKOV, NESTED
 from headstart.heads.families.eagle_files import LAYER_IDS
 from headstart.heads.formats.block_rules import (
+    DFLASH_ARCHITECTURES,
+    DSPARK_ARCHITECTURES,
     FILL_IN,
     MORE_OF_MARKOV,
     OPTIONAL,
@@ -31,10 +33,8 @@ from headstart.heads.formats.block_rules import (
 from headstart.heads.formats.format import Launch
 from headstart.heads.formats.verdicts import WRONG, Case
 
-DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
 #: sizes of a Domino head's recurrent state and of its correction, in dflash_config
 DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 #: family → (algorithm, slots of a block that do not draft and that its option counts)
 ALGORITHMS = {"dflash": ("DFLASH", 1), "dspark": ("DSPARK", 0), "jetspec": ("DFLASH", 1), "domino": ("DFLASH", 0)}
 #: algorithm → option with the size of a block

@@ -19,6 +19,8 @@ from headstart.heads.families.block.files import BESIDE_LAYER
 from headstart.heads.families.block.published import CONFIDENCE, NESTED, SELECTOR
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
 from headstart.heads.formats.block_rules import (
+    DFLASH_ARCHITECTURES,
+    DSPARK_ARCHITECTURES,
     FILL_IN,
     OPTIONAL,
     BlockLayout,
@@ -37,11 +39,9 @@ from headstart.heads.formats.eagle_rules import check_draft_map, check_lm_head, 
 from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, Verdict
 from headstart.heads.formats.vllm_targets import check_target_class, check_window
 
-DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel",)
 #: sizes of a DFlash 2 head, in dflash_config
 DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 TOKENS_OPTION = "num_speculative_tokens"
 
 

@@ -17,9 +17,8 @@ The first two run without a target: device time of a captured graph on CUDA, wal
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from headstart.bench.presets import (
     random_target,
     refuse_ranks,
 )
-from headstart.bench.timing import Clock, print_kernels
+from headstart.bench.timing import Clock, add_rows, print_kernels
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.engine import attention_windows
 from headstart.eval.decoding.fused.model import FusedModel
@@ -50,7 +49,6 @@ from headstart.heads.base import Head
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds
 from headstart.heads.families import build_head
-from headstart.heads.files import write_json
 from headstart.heads.provenance import command_line, provenance
 
 #: acceptance by draft: τ = 1 + Σ Π = 3.7 in a chain of 7
@@ -212,10 +210,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument("--out", type=Path, help="append the records to this JSON list")
     arguments = parser.parse_args()
-    records = bench(arguments)
-    if arguments.out is not None:
-        earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-        write_json(arguments.out, earlier + [asdict(record) for record in records])
+    add_rows(arguments.out, bench(arguments))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from headstart.bench.presets import PRESETS, random_target
-from headstart.bench.timing import Clock, print_kernels
+from headstart.bench.timing import Clock, add_rows, print_kernels
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Decoded, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
@@ -44,7 +43,6 @@ from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.launch import graph_time, host_time
 from headstart.eval.kernels.ways import measure
-from headstart.heads.files import write_json
 from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.target import Target
 from headstart.saved_heads import untrained_head
@@ -318,10 +316,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="print every way of every matrix product")
     parser.add_argument("--out", type=Path, help="append the records to this JSON list")
     arguments = parser.parse_args()
-    records = bench(arguments)
-    if arguments.out is not None:
-        earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-        write_json(arguments.out, earlier + [asdict(record) for record in records])
+    add_rows(arguments.out, bench(arguments))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""Clocks of the benchmarks, and the device time of each kernel."""
+"""Clocks of the benchmarks, the device time of each kernel, and the files of their rows."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from headstart.heads.files import write_json
 
 
 class Timer:
@@ -78,3 +83,18 @@ def print_kernels(step: Callable[[], object], most: int = 30) -> None:
     print(f"kernels: {total / 1e3:.1f} ms in {sum(row.count for row in rows)} launches")
     for row in rows[:most]:
         print(f"  {row.self_device_time_total / 1e3:8.2f} ms  {row.count:5d} ×  {row.key[:110]}")
+
+
+def add_rows(path: Path | None, records: Sequence[Any], key: Callable[[dict[str, Any]], object] | None = None) -> None:
+    """Add records (dataclasses) to the JSON list at `path`; None = do nothing.
+
+    Args: key: of a row; a new row takes the place of earlier ones with the same key. None = all earlier ones stay.
+    """
+    if path is None:
+        return
+    new = [asdict(record) for record in records]
+    earlier = json.loads(path.read_text()) if path.is_file() else []
+    if key is not None:
+        taken = {key(row) for row in new}
+        earlier = [row for row in earlier if key(row) not in taken]
+    write_json(path, earlier + new)

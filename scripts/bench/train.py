@@ -47,7 +47,7 @@ from headstart.bench.presets import (
     random_target,
     refuse_ranks,
 )
-from headstart.bench.timing import Timer, print_kernels
+from headstart.bench.timing import Timer, add_rows, print_kernels
 from headstart.console import Console
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import make_packs
@@ -59,7 +59,6 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.families import build_head
-from headstart.heads.files import write_json
 from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.fetch import locate_target
 from headstart.heads.targets.target import Target
@@ -465,11 +464,7 @@ def main() -> None:
         records = bench(arguments)
     except HeadstartError as error:
         parser.exit(2, f"error: {error}\n")
-    if arguments.out is not None:
-        new = {key_of(asdict(record)) for record in records}
-        earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-        kept = [row for row in earlier if key_of(row) not in new]
-        write_json(arguments.out, kept + [asdict(record) for record in records])
+    add_rows(arguments.out, records, key_of)
 
 
 if __name__ == "__main__":

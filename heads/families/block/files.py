@@ -28,6 +28,7 @@ from headstart.heads.families.eagle_files import (
     LlamaDraftFiles,
     read_draft_ids,
     require_kind,
+    shifted,
     short_names,
     target_embedding,
     with_target,
@@ -198,6 +199,11 @@ class BlockFiles(LlamaDraftFiles):
             **self.block_json(block),
         }
 
+    @staticmethod
+    def inputs_json(head: BlockHead) -> dict[str, Any]:
+        """What says, wherever a layout puts it, what slots and context are made from."""
+        return {"mask_token_id": head.mask_token, "target_layer_ids": shifted(list(head.spec.layer_ids), -1)}
+
     def facts_of(self, config: HeadConfig) -> dict[str, str]:
         given = cast(BlockConfig, config)
         token = f"mask token {given.mask_token_id}"
@@ -205,7 +211,13 @@ class BlockFiles(LlamaDraftFiles):
             block = f"{given.depth} slots (the last committed token, then {token}), each drafts"
         else:
             block = f"{given.depth + 1} slots (the last committed token, then {token}), all but the first draft"
-        return {"block": block, **self.facts}
+        facts = {"block": block, **self.facts}
+        method = facts.pop("method")
+        return {**facts, **self.added_facts(config), "method": method}
+
+    def added_facts(self, config: HeadConfig) -> dict[str, str]:
+        """`facts_of` what the family adds to the backbone."""
+        return {}
 
     # serving
 

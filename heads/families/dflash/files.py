@@ -19,7 +19,7 @@ from headstart.heads.families.block.head import BlockHead
 from headstart.heads.families.block.published import NESTED, addition
 from headstart.heads.families.dspark.files import MARKOV_TENSORS, DSparkFiles
 from headstart.heads.families.dspark.head import DSparkConfig, DSparkHead
-from headstart.heads.families.eagle_files import is_block_draft, shifted
+from headstart.heads.families.eagle_files import is_block_draft
 from headstart.heads.families.paper import Paper
 
 PAPER = Paper(
@@ -47,8 +47,7 @@ class DFlashFiles(BlockFiles):
 
     def block_json(self, head: BlockHead) -> dict[str, Any]:
         nested = {
-            "mask_token_id": head.mask_token,
-            "target_layer_ids": shifted(list(head.spec.layer_ids), -1),
+            **self.inputs_json(head),
             "causal": head.causal,
             "sample_from_anchor": head.config.sample_from_anchor,
         }

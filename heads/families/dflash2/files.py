@@ -14,7 +14,7 @@ from headstart.heads.families.block.files import BlockFiles
 from headstart.heads.families.block.head import BlockHead
 from headstart.heads.families.block.published import NESTED, SELECTOR, addition, stated
 from headstart.heads.families.dflash2.head import DFlash2Config
-from headstart.heads.families.eagle_files import is_block_draft, shifted
+from headstart.heads.families.eagle_files import is_block_draft
 from headstart.heads.families.paper import Paper
 
 PAPER = Paper(method="DFlash 2", title="DFlash 2", authors="inco.ai", arxiv="", where="inco.ai, August 2026")
@@ -57,21 +57,18 @@ class DFlash2Files(BlockFiles):
 
     def block_json(self, head: BlockHead) -> dict[str, Any]:
         nested = {
-            "mask_token_id": head.mask_token,
-            "target_layer_ids": shifted(list(head.spec.layer_ids), -1),
+            **self.inputs_json(head),
             "causal": head.causal,
             "sample_from_anchor": head.config.sample_from_anchor,
             **{name: getattr(head.config, ours) for ours, name in NAMES.items()},
         }
         return {NESTED: nested}
 
-    def facts_of(self, config: HeadConfig) -> dict[str, str]:
+    def added_facts(self, config: HeadConfig) -> dict[str, str]:
         given = cast(DFlash2Config, config)
-        facts = super().facts_of(config)
-        method = facts.pop("method")
-        facts["convolutions"] = f"{given.conv_taps} taps over the slots, before and after attention and MLP"
-        facts["selector"] = (
+        selector = (
             f"among the {given.selector_candidates} most likely tokens, by logit + "
             f"<A[token before] · H output, B[token]>, rank {given.selector_rank}"
         )
-        return {**facts, "method": method}
+        taps = f"{given.conv_taps} taps over the slots, before and after attention and MLP"
+        return {"convolutions": taps, "selector": selector}

@@ -13,7 +13,7 @@ from headstart.heads.families.block.files import BlockFiles
 from headstart.heads.families.block.head import BlockHead
 from headstart.heads.families.block.published import CORRECTION, GRU, NESTED, addition, stated
 from headstart.heads.families.domino.head import DominoConfig
-from headstart.heads.families.eagle_files import is_block_draft, shifted
+from headstart.heads.families.eagle_files import is_block_draft
 from headstart.heads.families.paper import Paper
 
 PAPER = Paper(
@@ -55,8 +55,7 @@ class DominoFiles(BlockFiles):
     def block_json(self, head: BlockHead) -> dict[str, Any]:
         config = cast(DominoConfig, head.config)
         nested = {
-            "mask_token_id": head.mask_token,
-            "target_layer_ids": shifted(list(head.spec.layer_ids), -1),
+            **self.inputs_json(head),
             "causal": head.causal,
             "projector_type": "domino",
             "shift_label": config.sample_from_anchor,
@@ -64,12 +63,10 @@ class DominoFiles(BlockFiles):
         }
         return {NESTED: nested}
 
-    def facts_of(self, config: HeadConfig) -> dict[str, str]:
+    def added_facts(self, config: HeadConfig) -> dict[str, str]:
         given = cast(DominoConfig, config)
-        facts = super().facts_of(config)
-        method = facts.pop("method")
-        facts["correction"] = (
+        correction = (
             f"logits + W2 SiLU(W1 [output ; state]), rank {given.correction_rank}; the state of a GRU of "
             f"{given.gru_size} over the embeddings from the committed token on; not for the first {given.uncorrected}"
         )
-        return {**facts, "method": method}
+        return {"correction": correction}

@@ -14,7 +14,6 @@ from headstart.heads.families.block.files import BlockFiles
 from headstart.heads.families.block.head import BlockHead
 from headstart.heads.families.block.published import CONFIDENCE, MARKOV, is_corrected, stated
 from headstart.heads.families.dspark.head import MARKOV_HEADS, DSparkConfig
-from headstart.heads.families.eagle_files import shifted
 from headstart.heads.families.paper import Paper
 
 PAPER = Paper(
@@ -96,19 +95,16 @@ class DSparkFiles(BlockFiles):
     def block_json(self, head: BlockHead) -> dict[str, Any]:
         config = cast(DSparkConfig, head.config)
         return {
-            "mask_token_id": head.mask_token,
-            "target_layer_ids": shifted(list(head.spec.layer_ids), -1),
+            **self.inputs_json(head),
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head,
             "enable_confidence_head": config.confidence_weight > 0,
             "confidence_head_with_markov": config.confidence_weight > 0,
         }
 
-    def facts_of(self, config: HeadConfig) -> dict[str, str]:
+    def added_facts(self, config: HeadConfig) -> dict[str, str]:
         given = cast(DSparkConfig, config)
-        facts = super().facts_of(config)
-        method = facts.pop("method")
-        facts["markov_head"] = f"{given.markov_head}, rank {given.markov_rank}: {MARKOV_FACTS[given.markov_head]}"
+        facts = {"markov_head": f"{given.markov_head}, rank {given.markov_rank}: {MARKOV_FACTS[given.markov_head]}"}
         if given.confidence_weight > 0:
             facts["confidence"] = "sigmoid(proj [output ; W1[token before]]), trained to the acceptance rate"
-        return {**facts, "method": method}
+        return facts

@@ -14,7 +14,7 @@ from headstart.eval.config import DRAFTER_SETTINGS, EvalConfig, TreeConfig
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
-from headstart.eval.drafters import DRAFTERS, autoregressive, build_drafter
+from headstart.eval.drafters import DRAFTERS, build_drafter, cached
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter, NgramIndex
@@ -209,9 +209,9 @@ def test_making_ready_is_timed_without_what_was_under_way(
     def pass_by(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(autoregressive, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(autoregressive, "synchronize", lambda device: pass_by(waits.pop(0)))
-    monkeypatch.setattr(autoregressive, "compile_ahead", lambda run: pass_by(2.0))
+    monkeypatch.setattr(cached, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(cached, "synchronize", lambda device: pass_by(waits.pop(0)))
+    monkeypatch.setattr(cached, "compile_ahead", lambda run: pass_by(2.0))
     drafter = AutoregressiveDrafter(eagle3.head, TreeConfig(depth=2), Sampling())
     for batch, prepared in ((1, 2.0), (1, 2.0), (2, 4.0)):
         engine = Engine(target.model, batch, 64)

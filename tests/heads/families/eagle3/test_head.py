@@ -11,6 +11,7 @@ from reference.cache import ListCache, chain_by_steps, fused, rows_by_steps, run
 from reference.documents import Document, Ends
 from reference.eagle3 import chain_logits, first_step, recycled, ttt_logits
 from reference.families import DIMS, REFERENCES, Example, documents, draft_ids, eagle3, example_head, shape_of
+from reference.kept import kept_by_autograd
 from reference.llama import rms_norm
 from reference.tiny import (
     assert_near,
@@ -22,7 +23,6 @@ from reference.tiny import (
     random_ends,
     teacher_of,
 )
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.heads.base import Head
@@ -152,18 +152,7 @@ def test_kept_numbers_are_those_that_autograd_keeps(fields: dict[str, Any], reco
     head, batch = costly(fields)
     if recompute:
         head.recompute_activations()
-    given = {x.untyped_storage().data_ptr() for x in (*head.parameters(), batch.hidden_RD, batch.streams_RkD)}
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        if x.is_floating_point() and x.untyped_storage().data_ptr() not in given:
-            kept[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = head.train().rollout(batch)
-    assert output.requires_grad
-    found = sum(x.untyped_storage().nbytes() / 4 for x in kept.values())
+    found = kept_by_autograd(head, batch)
     anchors = batch.anchors.count_K[0]
     expected = head.kept_numbers(len(batch.tokens_R), anchors, recompute) - anchors * DRAFT
     assert found == pytest.approx(expected, rel=0.2)

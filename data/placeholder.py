@@ -1,4 +1,4 @@
-"""The token that stands where a head knows no token: one that no text holds, found from the target's tokenizer.
+"""The mask token of heads that draft several tokens at once: one that no text holds, from the target's tokenizer.
 
 Heads that draft several tokens in one forward embed it in the places of the tokens to come. Where it also occurs in
 texts, or ends them, its embedding means something else, and drafts get worse.
@@ -94,7 +94,7 @@ def choose(vocabulary: Vocabulary, used_V: Tensor | None, field: str) -> tuple[i
 
 
 def check(token: int, vocabulary: Vocabulary, used_V: Tensor | None, field: str) -> None:
-    """Raises: ConfigError where a given token cannot stand for tokens to come. Args: as `choose`."""
+    """Check a token that the recipe gives. Args: as `choose`. Raises: ConfigError where texts hold or end with it."""
     if not 0 <= token < vocabulary.size:
         raise ConfigError(f"{field}: found {token}, expected an id of the target, 0 … {vocabulary.size - 1}")
     if token in vocabulary.taken:

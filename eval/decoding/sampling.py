@@ -12,7 +12,7 @@ from headstart.eval.kernels.argmax import argmax
 from headstart.heads.numerics import wide
 from headstart.heads.sampling import distribution
 
-#: `logit_of` holds probabilities this far from 0 and 1: logits stay within ±13.9
+#: `logit_of` keeps probabilities at least this far from 0 and 1, so that logits stay within ±13.9
 NEAREST = 1e-6
 
 

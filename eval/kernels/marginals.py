@@ -62,7 +62,7 @@ class MarginalTree:
 
     @classmethod
     def of(cls, depth: int, nodes: int, tokens: int) -> MarginalTree:
-        """Args: depth: levels that the drafter has. nodes: most drafted ones. tokens: that it can draft."""
+        """Args: depth: levels that the drafter has. nodes: of a tree, at most. tokens: how many it can draft."""
         levels: list[Level] = []
         width, filled = 1, 0
         for number in range(min(depth, nodes)):

@@ -72,9 +72,7 @@ class MedusaDrafter:
         logits_BKV = self.head.draft_logits(self.hidden_BD)[:, : self.depth]
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         if self.shape is None and self.marginals is None:
-            sampled = self.tree.sample and not self.sampling.greedy
-            tokens_BK, q_BKV = choose_each(logits_BKV, self.sampling, sampled, self.seen_BV, None, generator)
-            return chain(tokens_BK, q_BKV=q_BKV)
+            return self.chain_of(logits_BKV, generator)
         # nodes of one depth and rank share a token, whatever their paths: only the context's tokens are penalised
         seen_B1V = None if self.seen_BV is None else self.seen_BV[:, None]
         logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
@@ -82,3 +80,9 @@ class MedusaDrafter:
             return self.marginals.tree(self.marginals.marginals(logits_BKV), None)
         assert self.shape is not None
         return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))
+
+    def chain_of(self, logits_BKV: Tensor, generator: torch.Generator | None) -> Tree:
+        """The chain of one token per depth that these logits [B, K, V] draft."""
+        sampled = self.tree.sample and not self.sampling.greedy
+        tokens_BK, q_BKV = choose_each(logits_BKV, self.sampling, sampled, self.seen_BV, None, generator)
+        return chain(tokens_BK, q_BKV=q_BKV)

@@ -20,7 +20,7 @@ class MiniBlockDrafter(MedusaDrafter):
         logits_BKV = self.head.draft_logits(self.hidden_BD, roots_B)[:, : self.depth]
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
-        return self._chain(logits_BKV, generator)
+        return self.chain_of(logits_BKV, generator)
 
 
 def miniblock_everywhere(

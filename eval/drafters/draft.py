@@ -93,7 +93,7 @@ class DraftStep:
         x_RI, g_RH = draft_input(tokens_BN, g_BfH, self.input, under_BN)
         if self.replaced is not None:
             token, own_I, embedding_I = self.replaced
-            x_RI = torch.where((tokens_BN.view(-1, 1) == token) & embedding_I, own_I, x_RI)
+            x_RI = torch.where((tokens_BN.reshape(-1, 1) == token) & embedding_I, own_I, x_RI)
         if self.input.norms is None:
             x_RI = head.fc(x_RI)
         return x_RI, head.residual(x_RI, g_RH)

@@ -89,6 +89,8 @@ class BlockConfig(HeadConfig):
     sample_from_anchor: bool = False
     #: Anchors that a step trains, as a share of the pack's rows. They are drawn anew at every step.
     anchor_share: float = 0.25
+    #: Share of the features' numbers that training sets to zero, each on its own; the others grow by 1 / (1 - share).
+    feature_dropout: float = 0.0
     #: Weight of the cross-entropy against the data's tokens.
     ce_weight: float = 1.0
     #: Weight of the L1 distance between the draft's and the target's distribution (twice the total variation).
@@ -139,6 +141,10 @@ class BlockHead(Corrected, AddsGradients):
         self.feature_layers = self._feature_layers()
         if not 0 < config.anchor_share <= 1:
             raise ConfigError(f"head.anchor_share: found {config.anchor_share}, expected a share above 0, at most 1")
+        if not 0 <= config.feature_dropout < 1:
+            raise ConfigError(
+                f"head.feature_dropout: found {config.feature_dropout}, expected a share: 0 (off) or more, less than 1"
+            )
         if config.weighting not in WEIGHTINGS:
             raise ConfigError(f"head.weighting: found {config.weighting!r}, expected one of {', '.join(WEIGHTINGS)}")
         size = config.draft_vocab_size or dims.vocab_size
@@ -266,6 +272,8 @@ class BlockHead(Corrected, AddsGradients):
         """
         assert batch.streams_RkD is not None
         streams_RF = batch.streams_RkD.to(compute_dtype(self.fc.weight)).flatten(1)
+        if self.config.feature_dropout:
+            streams_RF = F.dropout(streams_RF, self.config.feature_dropout, self.training)
         rows = ContextRows(streams_RF, self.rope(batch.position_R))
         # attention wants blocks in the order of their rows; results have the order of the anchors
         blocks, order_A = self.blocks(batch).ascending()

@@ -14,6 +14,7 @@ from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
+from headstart.eval.drafters.layer import START_CHUNK
 from headstart.eval.drafters.parallel import ParallelDrafter
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.measuring.teacher_forced import teacher_forced_tau
@@ -40,9 +41,11 @@ class Watched(ParallelDrafter):
         return found
 
 
-def started(target: Target, head: Any, tree: TreeConfig, sampling: Sampling, contexts: list[list[int]]) -> Watched:
+def started(
+    target: Target, head: Any, tree: TreeConfig, sampling: Sampling, contexts: list[list[int]], slots: int = 64
+) -> Watched:
     drafter = Watched(head, tree, sampling)
-    engine = Engine(target.model, len(contexts), 64, bucket=8, prefill_chunk=4)
+    engine = Engine(target.model, len(contexts), slots, bucket=8, prefill_chunk=4)
     _, rows = engine.prefill(contexts, drafter.spec)
     drafter.start(rows, engine.capacity)
     return drafter
@@ -158,6 +161,23 @@ def test_a_context_that_holds_the_mask_token_reads_its_trained_embedding(target:
 
     _, logits = head.step(tokens, g, torch.arange(tokens.shape[1])[None], attend)
     torch.testing.assert_close(drafter.logits_BKU[0], logits[0, len(context) - 1 :], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_batch_reads_contexts_of_several_passes_as_each_row_alone(target: Target, trained: Heads) -> None:
+    """Passes over a part of a batch's columns: their tokens do not lie one behind the other in memory."""
+    head: Any = trained("peagle").head
+    generator = torch.Generator().manual_seed(0)
+    lengths = (START_CHUNK + 40, START_CHUNK + 7)
+    contexts = [torch.randint(5, head.dims.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    slots = START_CHUNK + 96
+    batch = started(target, head, TreeConfig(depth=DEPTH), Sampling(), contexts, slots)
+    tree = batch.propose(torch.tensor([12, 13]))
+    for row, context in enumerate(contexts):
+        alone = started(target, head, TreeConfig(depth=DEPTH), Sampling(), [context], slots)
+        own = alone.propose(torch.tensor([12 + row]))
+        assert own.tokens_BN[0].tolist() == tree.tokens_BN[row].tolist()
+        torch.testing.assert_close(batch.logits_BKU[row], alone.logits_BKU[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_without_a_mask_token_does_not_draft(target: Target) -> None:

@@ -88,7 +88,7 @@ SIZES = {
     ),
     "smollm2-jetspec": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
     # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
-    "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 64 * (49152 + 16000) + 576 + 64 + 1,
+    "smollm2-dspark": 7 * 576**2 + 2 * 576 + 2 * (SMOLLM2_LAYER + 3 * 576 * 1536) + 64 * (49152 + 16000) + 576 + 64 + 1,
     "qwen3-8b-dflash": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER,
     "qwen3-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER + 256 * 2 * 151936 + 4096 + 256 + 1,
     "llama-3.1-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * LLAMA_LAYER + 256 * 2 * 128256 + 4096 + 256 + 1,
@@ -237,7 +237,8 @@ def test_block_heads_are_as_published() -> None:
         assert weights.pop("select", None) == (1.0 if name.endswith("dflash2") else None)
         assert weights.pop("base_kl", None) == (1.0 if name.endswith("domino") else None)
         published = {"ce": 0.1, "l1": 0.9} if layout else {"ce": 1.0}
-        assert weights == ({"kl": 1.0} if name.startswith("smollm2") else published)
+        small = {"kl": 0.5, "l1": 1.0} if name == "smollm2-dspark" else {"kl": 1.0}
+        assert weights == (small if name.startswith("smollm2") else published)
     with torch.device("meta"):
         jetspec = build_head(load_recipe("smollm2-jetspec").head, dims_of("smollm2-135m-instruct"))
     assert jetspec.causal and jetspec.config.depth_decay == 1.0

@@ -311,12 +311,14 @@ def test_kernels_at_an_8b_targets_sizes_compute_what_their_twins_do(name: str, b
     counts = torch.tensor([700 - 31 * b for b in range(batch)], device="cuda")
     tokens = torch.randint(64000, (batch, 700), device="cuda")
     roots, found = torch.arange(batch, device="cuda") + 11, []
-    for eager in (False, True):
-        drafter = BlockDrafter(copy.copy(head), TreeConfig(depth=head.depth), Sampling())
+    exact = large_head(name, 64000).float()
+    for one, eager in ((head, False), (head, True), (exact, True)):
+        drafter = BlockDrafter(copy.copy(one), TreeConfig(depth=head.depth), Sampling())
 
-        def run(drafter: BlockDrafter = drafter) -> Tensor:
-            drafter.start(Rows(tokens, counts, streams.mean(2), streams), 800)
-            accepted = Rows(tokens[:, :8], counts % 5, streams[:, :8, 0], streams[:, :8])
+        def run(drafter: BlockDrafter = drafter, like: Tensor = one.fc.weight) -> Tensor:
+            features = streams.to(like.dtype)
+            drafter.start(Rows(tokens, counts, features.mean(2), features), 800)
+            accepted = Rows(tokens[:, :8], counts % 5, features[:, :8, 0], features[:, :8])
             drafter.commit(accepted)
             return drafter.step.hidden(roots, drafter.length_B, drafter.kv)
 
@@ -326,9 +328,9 @@ def test_kernels_at_an_8b_targets_sizes_compute_what_their_twins_do(name: str, b
         else:
             found.append(run())
         assert torch.equal(drafter.length_B, counts + counts % 5)
-    distance = (found[0].float() - found[1].float()).norm() / found[1].float().norm()
-    # bfloat16 rounds at 4e-3, in another order in each of two layers
-    assert torch.isfinite(found[0]).all() and float(distance) < 2e-2
+    kernels, twins = (float((x.float() - found[2]).norm() / found[2].norm()) for x in found[:2])
+    # both round to bfloat16, at other places: DFlash 2's convolutions around every sublayer round more often
+    assert torch.isfinite(found[0]).all() and kernels < 1.5 * twins and twins < 4e-2
 
 
 @pytest.mark.gpu

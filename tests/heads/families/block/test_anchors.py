@@ -16,6 +16,7 @@ from reference.tiny import ends_of, feature_batch, random_document, random_ends,
 from headstart.heads.base import Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
+from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
 from headstart.heads.families.block.anchors import draw_anchors, drawn_count
 from headstart.heads.families.dflash.head import DFlashConfig
@@ -48,6 +49,26 @@ def head_of(family: str, ends: Ends, **changes: object):
     randomise(head, 4)
     head.bind(ends_of(ends))
     return head
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_feature_dropout_acts_on_the_features_and_in_training_alone(ends: Ends, family: str) -> None:
+    share, batch = 0.4, packed(ends)
+    plain, dropping = (head_of(family, ends, feature_dropout=p) for p in (0.0, share))
+    assert batch.streams_RkD is not None
+    torch.manual_seed(3)
+    dropped_RF = torch.nn.functional.dropout(batch.streams_RkD.flatten(1), share)
+    expected = plain.slots(replace(batch, streams_RkD=dropped_RF.view_as(batch.streams_RkD)))
+    torch.manual_seed(3)
+    torch.testing.assert_close(dropping.train().slots(batch), expected)
+    assert not torch.equal(expected, plain.slots(batch))
+    assert torch.equal(dropping.eval().slots(batch), plain.slots(batch))
+
+
+@pytest.mark.parametrize("found", [-0.1, 1.0])
+def test_a_feature_dropout_that_is_no_share_is_refused(found: float) -> None:
+    with pytest.raises(ConfigError, match=f"head.feature_dropout: found {found}"):
+        build_head(replace(CONFIGS["dflash"], feature_dropout=found), DIMS)
 
 
 def anchors_of(batch: FeatureBatch) -> list[tuple[int, int]]:

@@ -228,6 +228,11 @@ class BlockHead(Corrected, AddsGradients):
     def chosen_anchors(self, rows: float, anchors: float) -> float:
         return min(anchors, self.config.anchor_share * rows)
 
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """As the base class's. Dropout makes a copy of the features, which fc's gradient reads."""
+        copied = rows * self.fc.in_features if self.config.feature_dropout else 0
+        return super().kept_numbers(rows, anchors, recompute) + copied
+
     # what training and drafting share
 
     def embed(self, tokens: Tensor) -> Tensor:

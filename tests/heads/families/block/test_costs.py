@@ -12,6 +12,7 @@ from torch import Tensor
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import build_head
+from headstart.heads.families.block.stack import Stack
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 
@@ -37,6 +38,27 @@ def test_multiply_adds_by_hand():
     correction = 20 * 6 + WIDTH + 6
     products = context + 30 * 4 * (2 * LAYER + 20 * WIDTH * 2 / 3 + correction) + 100 * 20 * WIDTH / 3
     assert head.multiply_adds(100, (30, 20, 10, 5)) == pytest.approx(products)
+
+
+def test_dropout_keeps_a_copy_of_the_features(monkeypatch):
+    """Without it, fc reads the batch's own tensor."""
+    read: list[Tensor] = []
+
+    def watched(stack, rows, slots, run=Stack.run):
+        read.append(rows.streams_RF)
+        return run(stack, rows, slots)
+
+    monkeypatch.setattr(Stack, "run", watched)
+    planned = []
+    for share in (0.0, 0.2):
+        head = bound(DFlashConfig(depth=3, layers=2, mask_token_id=1, feature_dropout=share)).train()
+        batch = FeatureBatch.pack([(torch.randint(0, VOCAB, (30,)), torch.zeros(30, dtype=torch.int64))], head.depth)
+        batch.streams_RkD = torch.randn(30, 3, WIDTH)
+        head.slots(batch)
+        planned.append(head.kept_numbers(30, len(batch.anchors), False))
+        own = read[-1].untyped_storage().data_ptr() == batch.streams_RkD.untyped_storage().data_ptr()
+        assert own is (share == 0)
+    assert planned[1] - planned[0] == read[-1].numel() == 30 * 3 * WIDTH
 
 
 @pytest.mark.parametrize("recompute", [False, True])

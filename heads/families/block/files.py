@@ -201,7 +201,7 @@ class BlockFiles(LlamaDraftFiles):
 
     @staticmethod
     def inputs_json(head: BlockHead) -> dict[str, Any]:
-        """What says, wherever a layout puts it, what slots and context are made from."""
+        """Fields that every layout has, in one place or another: the mask token, and the layers of the features."""
         return {"mask_token_id": head.mask_token, "target_layer_ids": shifted(list(head.spec.layer_ids), -1)}
 
     def facts_of(self, config: HeadConfig) -> dict[str, str]:

@@ -45,7 +45,9 @@ class Tree:
         score_BN: how sure the draft is of each node, or None. Dynamic trees and trees over marginals give the
             cumulative log-probability that they chose their nodes by; it is never above the parent's.
         confidence_BN: float32, logit of the probability that a node is accepted if its ancestors are, as the draft says
-            it. None where it was not asked (drafter.ConfidentDrafter) or where the drafter has none.
+            it: of a confidence head, else of the largest probability that any token had at this node. It does not
+            depend on the token that was drawn there, so a scheduler may choose by it. None where it was not asked
+            (drafter.ConfidentDrafter) or where the drafter has none.
     """
 
     tokens_BN: Tensor

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from headstart.heads.numerics import wide
+
+#: `logit_of` keeps probabilities at least this far from 0 and 1, so that logits stay within ±FARTHEST but for rounding
+NEAREST = 1e-6
+FARTHEST = math.log((1 - NEAREST) / NEAREST)
 
 
 def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -38,3 +44,21 @@ def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
         p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
         p = p / p.sum(-1, keepdim=True)
     return p
+
+
+def logit_of(q: Tensor) -> Tensor:
+    """logit(q) of probabilities, in float32 (float64 stays), finite for 0 and 1 too."""
+    return torch.logit(wide(q).clamp(NEAREST, 1 - NEAREST))
+
+
+def logit_of_best(logits: Tensor) -> Tensor:
+    """logit(q) of the most likely token at temperature 1, within ±FARTHEST: […, V] → […], float32 (float64 stays).
+
+    It is the largest logit minus the logsumexp of the others, so no 1 - q is rounded. Where the largest logit is not
+    finite, it is -FARTHEST.
+    """
+    logits = wide(logits)
+    top, place = logits.max(-1, keepdim=True)
+    others = (logits - top).exp().scatter(-1, place, 0.0).sum(-1)
+    logit = (-others.log()).clamp(-FARTHEST, FARTHEST)
+    return torch.where(top[..., 0].isfinite(), logit, -FARTHEST)

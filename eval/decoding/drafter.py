@@ -88,10 +88,10 @@ class ConfidentDrafter(Protocol):
     """What a drafter has besides if it can say how sure it is of the drafts of a chain (`Tree.confidence_BN`).
 
     Attributes:
-        says_confidence: whether it does; False unless somebody asks, since that costs time. Captured cycles keep what
-            it was at their capture.
+        says_confidence: whether it does; False unless somebody asks. What is drafted is the same. Captured cycles keep
+            what it was at their capture.
         confidence_source: where it takes that from: "confidence" (a confidence head) or "draft_probability" (its own
-            probability of the draft).
+            probability of the most likely token, which is the draft itself unless drafts are drawn).
     """
 
     says_confidence: bool

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, synthetic_rates
-from headstart.eval.kernels.argmax import argmax
+from headstart.eval.kernels.argmax import argmax, argmax_with_logit
 from headstart.heads.numerics import wide
-from headstart.heads.sampling import distribution
-
-#: `logit_of` keeps probabilities at least this far from 0 and 1, so that logits stay within ±13.9
-NEAREST = 1e-6
+from headstart.heads.sampling import distribution, logit_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,18 @@ def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
 
 def best(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """Most likely token after the repetition penalty, the lower id where two tie: […, V] → int64 […]."""
-    return argmax(penalise(logits, sampling, seen))
+    return most_likely(logits, sampling, seen)[0]
+
+
+def most_likely(
+    logits: Tensor, sampling: Sampling, seen: Tensor | None, ids_V: Tensor | None = None, says: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """As `best`, and with `says` the logit of each token's probability at temperature 1, float32 […]; else None.
+
+    Args: ids_V: int64, id of each column (None: its index).
+    """
+    penalised = penalise(logits, sampling, seen)
+    return argmax_with_logit(penalised, ids_V) if says else (argmax(penalised, ids_V), None)
 
 
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
@@ -75,15 +83,9 @@ def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     return distribution(penalised, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def logit_of(q: Tensor) -> Tensor:
-    """logit(q) of probabilities, in float32 (float64 stays), finite for 0 and 1 too."""
-    return torch.logit(wide(q).clamp(NEAREST, 1 - NEAREST))
-
-
-def logit_of_best(logits: Tensor) -> Tensor:
-    """logit(q) of the most likely token at temperature 1: […, V] → […]."""
-    logits = wide(logits)
-    return logit_of((logits.amax(-1) - logits.logsumexp(-1)).exp())
+def logit_of_largest(q: Tensor) -> Tensor:
+    """Logit of the largest probability of distributions […, V], float32 […]: it does not tell what was drawn."""
+    return logit_of(q.amax(-1)).float()
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -22,7 +22,8 @@ from headstart.eval.decoding.sampling import (
     add_seen,
     context_seen,
     draw,
-    logit_of_best,
+    logit_of_largest,
+    most_likely,
     penalise,
     probabilities,
 )
@@ -30,7 +31,6 @@ from headstart.eval.drafters.cached import CachedDrafter
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.layer import appended
-from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.line_up import Lined, line_up
@@ -128,22 +128,23 @@ class AutoregressiveDrafter(CachedDrafter):
                 tokens.append(self.head.target_ids(draw(q_BU, generator)[:, None]))
                 qs.append(in_target_vocabulary(q_BU, self.head.draft_ids_U, self.head.dims.vocab_size))
             else:
-                logits_BU = penalise(logits_B1U[:, 0], self.sampling, seen_BU)
-                tokens.append(argmax(logits_BU, self.head.draft_ids_U)[:, None])
-                if self.says_confidence:
-                    confidences.append(logit_of_best(logits_BU))
+                best_B, logit_B = most_likely(
+                    logits_B1U[:, 0], self.sampling, seen_BU, self.head.draft_ids_U, self.says_confidence
+                )
+                tokens.append(best_B[:, None])
+                if logit_B is not None:
+                    confidences.append(logit_B)
             if depth == self.tree.depth:
                 break
             seen_BV = add_seen(seen_BV, tokens[-1])
             position_B1 = lined.ahead_DB[depth - 1][:, None]
             visibility = Visibility(position_B1, position_B1, self.length_B)
             g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, visibility)
-        return replace(
-            self._chain,
-            tokens_BN=torch.cat(tokens, 1),
-            q_BNV=torch.stack(qs, 1) if qs else None,
-            confidence_BN=torch.stack(confidences, 1) if confidences else None,
-        )
+        q_BNV = torch.stack(qs, 1) if qs else None
+        confidence_BN = torch.stack(confidences, 1) if confidences else None
+        if self.says_confidence and q_BNV is not None:
+            confidence_BN = logit_of_largest(q_BNV)
+        return replace(self._chain, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""

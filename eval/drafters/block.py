@@ -25,7 +25,8 @@ from headstart.eval.decoding.sampling import (
     add_seen,
     context_seen,
     draw,
-    logit_of_best,
+    logit_of_largest,
+    most_likely,
     penalise,
     probabilities,
 )
@@ -34,9 +35,10 @@ from headstart.eval.drafters.convolved import ConvolvedPass
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.independent import choose_each
 from headstart.eval.drafters.layer import LayerPass, norm_of, rope_tables
-from headstart.eval.kernels.argmax import argmax
+from headstart.eval.kernels.argmax import argmax_with_logit
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.block_input import BlockInput, block_input
+from headstart.eval.kernels.confidence import confidence
 from headstart.eval.kernels.context_store import ContextStore, context_store
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.marginals import drafted_marginals
@@ -93,6 +95,7 @@ class BlockPass:
         self.walk: Walk | None = None
         if self.up is not None and table_Vr is not None:
             self.walk = Walk(copied(table_Vr), self.up.weight_NK, head.draft_ids_U, drafts)
+        self.confidence_parts = head.confidence_parts
 
     def products(self, batch: int, walks: bool) -> dict[int, list[Linear]]:
         """Products of a cycle by their rows. Args: walks: whether the walk's kernel takes the correction's place."""
@@ -197,28 +200,33 @@ class BlockDrafter(CachedDrafter):
             seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
             log_p_KBR, ids_KBR = self.marginals.marginals(penalise(logits_KBU, self.sampling, seen_BU))
             return self.marginals.tree((log_p_KBR.transpose(0, 1), ids_KBR.transpose(0, 1)), self.head.draft_ids_U)
-        tokens_BK, q_BKU = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
+        tokens_BK, q_BKU, confidence_BK = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
         if q_BKU is not None:
             q_BKU = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)
-        confidence_BK = self._confidence(hidden_KBD, logits_KBU, roots_B, tokens_BK) if self.says_confidence else None
+        if self.says_confidence and self.head.has_confidence:
+            confidence_BK = self._confidence(hidden_KBD, roots_B, tokens_BK)
         return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU, confidence_BN=confidence_BK)
 
-    def _confidence(self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, tokens_BK: Tensor) -> Tensor | None:
-        """See Tree.confidence_BN. None for drafts that were drawn without a confidence head: their q is in the tree.
-
-        Args: logits_KBU: without the correction.
-        """
-        hidden_BKD = hidden_KBD.transpose(0, 1)
+    def _confidence(self, hidden_KBD: Tensor, roots_B: Tensor, tokens_BK: Tensor) -> Tensor:
+        """Of the confidence head, float32 [B, K]."""
+        parts = self.step.confidence_parts
+        if parts is not None:
+            return confidence(hidden_KBD, roots_B, tokens_BK, *parts)
         previous_BK = torch.cat([roots_B[:, None], tokens_BK[:, :-1]], 1)
-        if self.head.has_confidence:
-            return wide(self.head.confidence_logits(hidden_BKD, previous_BK))
-        if self._sampled or self.sampling.penalises:
+        return self.head.confidence_logits(hidden_KBD.transpose(0, 1), previous_BK).float()
+
+    @property
+    def _says_own(self) -> bool:
+        """Whether the drafts' own probability says how sure the drafter is."""
+        return self.says_confidence and not self.head.has_confidence
+
+    def _walked(self, logits_KBU: Tensor, roots_B: Tensor, tokens_BK: Tensor, walk: Walk) -> Tensor | None:
+        """As the last result of `_one_by_one`. Args: logits_KBU: without the correction."""
+        if not self._says_own:
             return None
-        logits_BKU, low_BKr = logits_KBU.transpose(0, 1), self.head.corrections(hidden_BKD, previous_BK)
-        if self.step.up is not None and low_BKr is not None:
-            logits_RU = self._corrected(low_BKr.flatten(0, 1).contiguous(), logits_BKU.flatten(0, 1).contiguous())
-            logits_BKU = logits_RU.view(logits_BKU.shape)
-        return logit_of_best(logits_BKU)
+        previous_R = torch.cat((roots_B[:, None], tokens_BK[:, :-1]), 1).t().flatten()
+        logits_RU = self._corrected(walk.table_Vr[previous_R], logits_KBU.flatten(0, 1))
+        return argmax_with_logit(logits_RU)[1].view(logits_KBU.shape[:2]).t()
 
     def _corrected(self, low_Rr: Tensor, base_RU: Tensor) -> Tensor:
         """Logits that drafts are chosen by."""
@@ -228,26 +236,31 @@ class BlockDrafter(CachedDrafter):
 
     def _choose(
         self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `_one_by_one`, at once where that is possible."""
         if self._walks and self.step.walk is not None:
-            return walk(logits_KBU, roots_B, self.step.walk), None
+            tokens_BK = walk(logits_KBU, roots_B, self.step.walk)
+            return tokens_BK, None, self._walked(logits_KBU, roots_B, tokens_BK, self.step.walk)
         if self.step.up is not None:
             return self._one_by_one(hidden_KBD, logits_KBU, roots_B, generator)
         ids_U = self.head.draft_ids_U
         if self._sampled or self.seen_BV is not None:
             logits_BKU = logits_KBU.transpose(0, 1)
-            return choose_each(logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator)
-        return argmax(logits_KBU, ids_U).t().contiguous(), None
+            return choose_each(
+                logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator, self._says_own
+            )
+        best_KB, logit_KB = most_likely(logits_KBU, self.sampling, None, ids_U, self._says_own)
+        return best_KB.t().contiguous(), None, None if logit_KB is None else logit_KB.t()
 
     def _one_by_one(
         self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(drafts int64 [B, K], each chosen with those before it known; the distributions [B, K, U] that they were
-        drawn from, None where the most likely ones are taken)."""
+        drawn from, None where the most likely ones are taken; see Tree.confidence_BN, None without `_says_own`)."""
         previous_B, state, seen_BV = roots_B, None, self.seen_BV
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
+        logits: list[Tensor] = []
         for hidden_BD, logits_BU in zip(hidden_KBD, logits_KBU, strict=True):
             low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
             logits_BU = self._corrected(low_Br, logits_BU)
@@ -256,10 +269,18 @@ class BlockDrafter(CachedDrafter):
                 qs.append(probabilities(logits_BU, self.sampling, seen_BU))
                 previous_B = self.head.target_ids(draw(qs[-1], generator))
             else:
-                previous_B = argmax(penalise(logits_BU, self.sampling, seen_BU), self.head.draft_ids_U)
+                previous_B, logit_B = most_likely(
+                    logits_BU, self.sampling, seen_BU, self.head.draft_ids_U, self._says_own
+                )
+                if logit_B is not None:
+                    logits.append(logit_B)
             tokens.append(previous_B)
             seen_BV = add_seen(seen_BV, previous_B[:, None])
-        return torch.stack(tokens, 1), torch.stack(qs, 1) if qs else None
+        q_BKU = torch.stack(qs, 1) if qs else None
+        confidence_BK = torch.stack(logits, 1) if logits else None
+        if self._says_own and q_BKU is not None:
+            confidence_BK = logit_of_largest(q_BKU)
+        return torch.stack(tokens, 1), q_BKU, confidence_BK
 
 
 def block_everywhere(

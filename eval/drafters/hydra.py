@@ -20,7 +20,16 @@ from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import (
+    Sampling,
+    add_seen,
+    context_seen,
+    draw,
+    logit_of_largest,
+    most_likely,
+    penalise,
+    probabilities,
+)
 from headstart.eval.drafters.everywhere import attend_earlier
 from headstart.eval.drafters.layer import (
     LayerPass,
@@ -199,12 +208,17 @@ class HydraDrafter:
             self.depth, self.max_nodes = self.shape.levels, len(self.shape.parent_N)
         elif tree.kind == "dynamic":
             self.max_nodes = tree.total_tokens - 1
+        self.says_confidence = False
         self.prepare_s = 0.0
         self.dtype: torch.dtype
         self.passes: list[DepthPass] = []
         self.prefix: PrefixCache | None = None
         self._placed: tuple[int, int] | None = None
         self._aside: HydraDrafter | None = None
+
+    @property
+    def confidence_source(self) -> str:
+        return "draft_probability"
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -318,6 +332,7 @@ class HydraDrafter:
         seen_BV = self.seen_BV
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
+        confidences: list[Tensor] = []
         for step in self.passes:
             if tokens:
                 seen_BV = add_seen(seen_BV, tokens[-1])
@@ -327,8 +342,15 @@ class HydraDrafter:
                 qs.append(probabilities(logits_BV, self.sampling, seen_BV))
                 tokens.append(draw(qs[-1], generator)[:, None])
             else:
-                tokens.append(best(logits_BV, self.sampling, seen_BV)[:, None])
-        return replace(self._tree, tokens_BN=torch.cat(tokens, 1), q_BNV=torch.stack(qs, 1) if qs else None)
+                best_B, logit_B = most_likely(logits_BV, self.sampling, seen_BV, says=self.says_confidence)
+                tokens.append(best_B[:, None])
+                if logit_B is not None:
+                    confidences.append(logit_B)
+        q_BNV = torch.stack(qs, 1) if qs else None
+        confidence_BN = torch.stack(confidences, 1) if confidences else None
+        if self.says_confidence and q_BNV is not None:
+            confidence_BN = logit_of_largest(q_BNV)
+        return replace(self._tree, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
 
     def _static(self, x_BPC: Tensor) -> Tree:
         """The candidates of each parent that the tree's paths name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class MedusaDrafter:
     def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling):
         self.head, self.tree, self.sampling = head, tree, sampling
         self.name = head.family
+        self.says_confidence = False
         self.spec: FeatureSpec | None = head.spec
         self.depth = self.max_nodes = min(tree.depth, head.depth)
         self.shape = drafted_shape(tree, self.depth, head.dims.vocab_size)
@@ -37,6 +39,10 @@ class MedusaDrafter:
         self.marginals = drafted_marginals(tree, self.depth, head.dims.vocab_size)
         if self.marginals is not None:
             self.max_nodes = self.marginals.nodes
+
+    @property
+    def confidence_source(self) -> str:
+        return "draft_probability"
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -84,5 +90,7 @@ class MedusaDrafter:
     def chain_of(self, logits_BKV: Tensor, generator: torch.Generator | None) -> Tree:
         """The chain of one token per depth that these logits [B, K, V] draft."""
         sampled = self.tree.sample and not self.sampling.greedy
-        tokens_BK, q_BKV = choose_each(logits_BKV, self.sampling, sampled, self.seen_BV, None, generator)
-        return chain(tokens_BK, q_BKV=q_BKV)
+        tokens_BK, q_BKV, confidence_BK = choose_each(
+            logits_BKV, self.sampling, sampled, self.seen_BV, None, generator, self.says_confidence
+        )
+        return replace(chain(tokens_BK, q_BKV=q_BKV), confidence_BN=confidence_BK)

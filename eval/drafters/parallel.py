@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.sampling import Sampling, add_seen, logit_of_best, penalise
+from headstart.eval.decoding.sampling import Sampling, add_seen, penalise
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.independent import choose_each
@@ -81,9 +81,8 @@ class ParallelDrafter(AutoregressiveDrafter):
             logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
             return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U)
         ids_U = self.head.draft_ids_U
-        tokens_BK, q_BKU = choose_each(logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator)
+        tokens_BK, q_BKU, confidence_BK = choose_each(
+            logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator, self.says_confidence
+        )
         q_BKV = None if q_BKU is None else in_target_vocabulary(q_BKU, ids_U, self.head.dims.vocab_size)
-        # drafts that were drawn have their q in the tree; a penalty depends on the drafts before
-        says = self.says_confidence and q_BKV is None and not self.sampling.penalises
-        confidence_BK = logit_of_best(logits_BKU) if says else None
         return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV, confidence_BN=confidence_BK)

@@ -14,7 +14,6 @@ from torch import Tensor
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.drafter import ConfidentDrafter, Drafter
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import logit_of
 from headstart.eval.decoding.scheduler import Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.tree import Tree
@@ -33,7 +32,7 @@ def asked_for_confidence(drafter: Drafter) -> Iterator[str]:
     Captured cycles that were made before do not say it: a scheduler of its own, as the recorder is, gives new ones.
     """
     if not isinstance(drafter, ConfidentDrafter):
-        yield "draft_probability"  # of drafts that were drawn: the tree holds q
+        yield "draft_probability"  # it says nothing: `said` refuses its drafts
         return
     before, drafter.says_confidence = drafter.says_confidence, True
     try:
@@ -45,18 +44,16 @@ def asked_for_confidence(drafter: Drafter) -> Iterator[str]:
 def said(tree: Tree) -> Tensor:
     """What the drafts of a chain say of themselves: logits, float32 [B, N].
 
-    Raises: ConfigError for trees, and for drafts without confidence and q.
+    Raises: ConfigError for trees, and for drafts without confidence.
     """
     if not tree.linear:
         raise ConfigError("eval.tree: found a tree, expected a chain: calibrations are fitted on chains (kind: chain)")
-    if tree.confidence_BN is not None:
-        return tree.confidence_BN
-    if tree.q_BNV is None:
+    if tree.confidence_BN is None:
         raise ConfigError(
-            "calibration: the drafter says neither how sure it is nor what its drafts were drawn from. Calibrate a "
-            "head that drafts one chain, without a repetition penalty, or draft by drawing (eval.tree.sample=true)"
+            "calibration: the drafter does not say how sure it is of its drafts, expected one that was asked and can: "
+            "calibrate a head (eval.drafter=auto)"
         )
-    return logit_of(tree.q_BNV.gather(-1, tree.tokens_BN[:, :, None])[..., 0])
+    return tree.confidence_BN
 
 
 class ConfidenceRecorder(Scheduler):

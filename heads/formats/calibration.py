@@ -1,8 +1,9 @@
 """A calibration: how what a draft says of itself becomes the probability that the target accepts it.
 
-A draft says a logit l. That is the output of the head's confidence head, or logit(q(x)) of the draft's own probability
-q(x). p = σ(l) is what it says without calibration. The probability that the first k drafts of a cycle are all accepted
-is p_1 · … · p_k.
+A draft says a logit l. That is the output of the head's confidence head, or logit(q) of the draft's own probability
+q. Where drafts are drawn, q is the probability of the most likely token: what was drawn does not show in l. p = σ(l) is
+what the draft says without calibration. The probability that the first k drafts of a cycle are all accepted is
+p_1 · … · p_k.
 Shape legend: … any, K positions.
 """
 
@@ -34,7 +35,7 @@ class Calibration:
 
     Attributes:
         kind: temperature (sequential temperature scaling) or logistic.
-        source: what l is: confidence (of the confidence head) or draft_probability (logit(q(x))).
+        source: what l is: confidence (of the confidence head) or draft_probability (logit(q)).
         temperatures: of every position; empty unless the kind is temperature.
         slope, biases: of all positions and of every position; None and empty unless the kind is logistic.
         dataset: what was decoded to measure the errors.

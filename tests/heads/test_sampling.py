@@ -11,7 +11,7 @@ from headstart.data.config import DistillConfig
 from headstart.data.distill import choose
 from headstart.data.row_random import draw_at
 from headstart.eval.decoding.sampling import Sampling, probabilities
-from headstart.heads.sampling import distribution
+from headstart.heads.sampling import FARTHEST, distribution, logit_of_best
 
 RULES = [
     (1.0, 0, 1.0, 0.0), (0.7, 3, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 5, 0.7, 0.1),
@@ -62,3 +62,18 @@ def test_distillation_and_evaluation_draw_by_it() -> None:
         assert torch.equal(
             probabilities(logits_BV, sampling), distribution(logits_BV, temperature, top_k, top_p, min_p)
         )
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
+def test_the_logit_of_the_most_likely_token(spread: float) -> None:
+    logits_RV = torch.randn((20, 30), generator=torch.Generator().manual_seed(0)) * spread
+    for logits, found in zip(logits_RV.tolist(), logit_of_best(logits_RV).tolist(), strict=True):
+        weights = sorted(math.exp(logit - max(logits)) for logit in logits)
+        assert found == pytest.approx(min(-math.log(sum(weights[:-1])), FARTHEST), abs=1e-4)
+    assert logit_of_best(logits_RV.double()).dtype == torch.float64
+
+
+def test_the_logit_of_the_most_likely_token_is_finite() -> None:
+    rows = [[50.0, 0.0], [3.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [1.0, -math.inf]]
+    found = logit_of_best(torch.tensor(rows)).tolist()
+    assert found == pytest.approx([FARTHEST, -FARTHEST, -FARTHEST, -FARTHEST, FARTHEST])

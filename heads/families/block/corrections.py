@@ -69,6 +69,13 @@ class Corrected(BlockCosts):
         raise NotImplementedError
 
     @property
+    def confidence_parts(self) -> tuple[Tensor, Tensor] | None:
+        """(w [D], table [V]), float32, where `confidence_logits` are w · hidden + table[previous], for faster drafting;
+        None where they depend on more.
+        """
+        return None
+
+    @property
     def selects(self) -> int:
         """Drafts are chosen by the corrected logits among so many tokens that are most likely without the correction.
         0 = among all.

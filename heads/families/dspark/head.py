@@ -160,6 +160,14 @@ class DSparkHead(BlockHead):
         return self.confidence_head is not None
 
     @property
+    def confidence_parts(self) -> tuple[Tensor, Tensor] | None:
+        if self.confidence_head is None:
+            return None
+        proj, size = self.confidence_head["proj"], self.dims.hidden_size
+        weight, w1_Vr = proj.weight.detach().float()[0], self.markov_head.markov_w1.weight.detach().float()
+        return weight[:size].contiguous(), w1_Vr @ weight[size:] + proj.bias.detach().float()
+
+    @property
     def reads_overlap(self) -> bool:
         return self.has_confidence
 

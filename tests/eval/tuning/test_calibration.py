@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.sampling import logit_of, logit_of_best
 from headstart.eval.tuning import logistic
 from headstart.eval.tuning.calibration import (
     Outcomes,
@@ -22,6 +21,7 @@ from headstart.eval.tuning.calibration import (
 )
 from headstart.heads.errors import DataError
 from headstart.heads.formats.calibration import mean_error
+from headstart.heads.sampling import logit_of, logit_of_best
 
 
 def cycles(logit_SK: Tensor, p_SK: Tensor, seed: int) -> Outcomes:

@@ -18,20 +18,21 @@ from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
-from headstart.eval.decoding.sampling import Sampling, logit_of
+from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import DRAFTERS, Drafter, build_drafter
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.calibration import calibrate
 from headstart.eval.tuning.recording import ConfidenceRecorder, asked_for_confidence, calibrate_drafter, record
 from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.sampling import logit_of
 from headstart.heads.targets.target import Target
 
 Heads = Callable[[str], Trained]
 CHAINS = [name for name, family in DRAFTING_HEADS.items() if "chain" in DRAFTERS[family].kinds]
 #: heads with a confidence head, and heads that say q
-SURE = [name for name in CHAINS if DRAFTING_HEADS[name] == "dspark"]
-OTHERS = [name for name in ("dflash", "domino", "eagle3", "eagle", "peagle") if name in CHAINS]
+SURE = [name for name in CHAINS if DRAFTING_HEADS[name] == "dspark" and "without confidence" not in name]
+OTHERS = [name for name in CHAINS if name not in SURE]
 DEPTH = 4
 
 
@@ -89,7 +90,7 @@ def first_tree(target: Target, drafter: Drafter, sampling: Sampling, seed: int =
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_heads_say_their_probability_of_the_draft(target: Target, trained: Heads, name: str) -> None:
-    """The most likely token's q, as a drafter that draws puts it into its tree."""
+    """The most likely token's q, as a drafter that draws puts it into its tree. One that draws says the same."""
     head = trained(name).head
     drafter = drafter_of(head)
     assert isinstance(drafter, ConfidentDrafter) and first_tree(target, drafter, Sampling()).confidence_BN is None
@@ -98,10 +99,13 @@ def test_other_heads_say_their_probability_of_the_draft(target: Target, trained:
     assert source == "draft_probability" and tree.confidence_BN is not None
     assert tree.confidence_BN.shape == tree.tokens_BN.shape and not drafter.says_confidence
     compared = set()
+    drawing = drafter_of(head, 1.0)
     for seed in range(12):
-        drawn = first_tree(target, drafter_of(head, 1.0), Sampling(temperature=1.0), seed)
-        assert drawn.q_BNV is not None
+        with asked_for_confidence(drawing):
+            drawn = first_tree(target, drawing, Sampling(temperature=1.0), seed)
+        assert drawn.q_BNV is not None and drawn.confidence_BN is not None
         best_BK = logit_of(drawn.q_BNV.amax(-1))
+        torch.testing.assert_close(drawn.confidence_BN, best_BK, rtol=1e-5, atol=1e-5)
         for b in range(len(CONTEXTS)):
             for k in range(tree.nodes):
                 assert float(tree.confidence_BN[b, k]) == pytest.approx(float(best_BK[b, k]), abs=2e-3), (b, k)
@@ -111,7 +115,49 @@ def test_other_heads_say_their_probability_of_the_draft(target: Target, trained:
     assert len(compared) > 1
 
 
-def test_drawn_chains_are_recorded_by_their_q(target: Target, trained: Heads) -> None:
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("temperature", "penalty"), [(0.0, 1.0), (0.0, 1.4), (0.8, 1.0), (0.8, 1.4)])
+def test_what_is_drafted_does_not_depend_on_the_question(
+    target: Target, trained: Heads, name: str, temperature: float, penalty: float
+) -> None:
+    """With a repetition penalty, what is said is of the penalised logits, by which drafts are chosen."""
+    head, sampling = trained(name).head, Sampling(temperature, repetition_penalty=penalty)
+    drafter = drafter_of(head, temperature, repetition_penalty=penalty)
+    silent = first_tree(target, drafter, sampling)
+    with asked_for_confidence(drafter):
+        tree = first_tree(target, drafter, sampling)
+    assert silent.confidence_BN is None and tree.confidence_BN is not None
+    assert torch.equal(silent.tokens_BN, tree.tokens_BN)
+    assert (silent.q_BNV is None) == (tree.q_BNV is None) == (temperature == 0)
+    assert tree.confidence_BN.dtype == torch.float32 and tree.confidence_BN.shape == tree.tokens_BN.shape
+    if tree.q_BNV is not None and silent.q_BNV is not None:
+        assert torch.equal(silent.q_BNV, tree.q_BNV)
+    if name in OTHERS and penalty != 1.0 and temperature == 0:
+        # a drafter that draws at temperature 1 makes the same distribution of the first draft
+        drawn = first_tree(
+            target, drafter_of(head, 1.0, repetition_penalty=penalty), Sampling(1.0, repetition_penalty=penalty)
+        )
+        assert drawn.q_BNV is not None
+        expected_B = logit_of(drawn.q_BNV[:, 0].amax(-1))
+        torch.testing.assert_close(tree.confidence_BN[:, 0], expected_B, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_a_confidence_head_that_is_no_table_says_the_same(
+    target: Target, trained: Heads, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = trained(name).head
+    said = []
+    for parts in (head.confidence_parts, None):
+        monkeypatch.setattr(type(head), "confidence_parts", parts)
+        drafter = drafter_of(head)
+        with asked_for_confidence(drafter):
+            said.append(first_tree(target, drafter, Sampling()).confidence_BN)
+    assert said[0] is not None and said[0].std() > 0.01
+    torch.testing.assert_close(said[0], said[1], rtol=1e-4, atol=1e-4)
+
+
+def test_drawn_chains_are_recorded_by_their_largest_q(target: Target, trained: Heads) -> None:
     drafter, trees = drafter_of(trained("eagle3").head, 1.0), []
 
     class Listening(ConfidenceRecorder):
@@ -126,8 +172,7 @@ def test_drawn_chains_are_recorded_by_their_q(target: Target, trained: Heads) ->
     n = 0
     for row, answer in enumerate(answers):
         for turn, _ in enumerate(answer.cycles):
-            q_NV, tokens_N = trees[turn].q_BNV[row], trees[turn].tokens_BN[row]
-            said = [float(logit_of(q_V[token])) for q_V, token in zip(q_NV, tokens_N, strict=True)]
+            said = [float(logit_of(q_V.max())) for q_V in trees[turn].q_BNV[row]]
             assert outcomes.logit_SK[n].tolist() == pytest.approx(said, abs=1e-5)
             n += 1
     assert n == len(outcomes.accepted_S) > 10
@@ -161,7 +206,7 @@ def test_cut_cycles_know_only_what_was_accepted() -> None:
 def test_what_cannot_be_recorded_is_refused(target: Target, trained: Heads) -> None:
     head = trained("eagle3").head
     silent = drafter_of(head)  # nobody asked it
-    with pytest.raises(ConfigError, match="says neither how sure it is"):
+    with pytest.raises(ConfigError, match="does not say how sure it is"):
         run(target, silent, scheduler=ConfidenceRecorder(len(CONTEXTS), NEW_TOKENS, silent.max_nodes))
     tree = build_drafter(head, EvalConfig(tree=TreeConfig(kind="dynamic", depth=3, k=2, total_tokens=6)))
     with pytest.raises(ConfigError, match="found a tree, expected a chain"):
@@ -195,7 +240,7 @@ def test_a_drafter_is_calibrated_on_every_other_prompt(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["dspark", "dflash", "domino", "eagle3", "peagle"])
+@pytest.mark.parametrize("name", ["dspark", "dflash", "domino", "eagle3", "peagle", "medusa", "hydra"])
 def test_captured_cycles_record_what_others_do(
     target: Target, plain: list[Answer], trained: Heads, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

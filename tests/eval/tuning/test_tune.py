@@ -332,13 +332,12 @@ def test_a_whole_tuning(target: Target, family: str, prompts: str, request: pyte
 def check_static(found: Tuning, family: str) -> None:
     """Calibrated trees of all sizes and the published one, which was decoded with as well."""
     (choice,) = found.choices
+    fitted = found.calibration
+    assert fitted is not None and fitted.kind == "logistic" and fitted.source == "draft_probability"
+    assert found.to_json()["calibration"]["biases"] == fitted.biases
     if family == "eagle3":
         assert not found.static_trees and choice.published is choice.calibrated is None
-        fitted = found.calibration
-        assert fitted is not None and fitted.kind == "logistic" and fitted.source == "draft_probability"
-        assert found.to_json()["calibration"]["biases"] == fitted.biases
         return
-    assert found.calibration is None and "says neither how sure it is" in found.notes[-1]
     names = [tree["name"] for tree in found.static_trees]
     assert names == ["static n3", "static n5", "static n38", "published n38"]
     assert choice.calibrated is not None and choice.published is not None

@@ -18,7 +18,7 @@ from headstart.eval.tree import Tree, with_root
 from headstart.heads.kernels.device import wants_kernel
 
 
-def _rows(tensor_BN: Tensor) -> Tensor:
+def contiguous_rows(tensor_BN: Tensor) -> Tensor:
     """The tensor with its last axis contiguous. Its rows may have any stride, 0 included."""
     return tensor_BN if tensor_BN.stride(-1) == 1 or tensor_BN.shape[-1] <= 1 else tensor_BN.contiguous()
 
@@ -54,7 +54,7 @@ def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
     batch, count = roots_B.shape[0], tree.nodes + 1
     tokens_BM, position_BM, write_BM = (roots_B.new_empty((batch, count)) for _ in range(3))
     mask = None if tree.linear else torch.empty((batch, count, count), dtype=torch.bool, device=roots_B.device)
-    tokens, parent, depth = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.depth_BN))
+    tokens, parent, depth = (contiguous_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.depth_BN))
     launch(_lay_out_kernel, (batch, count),
         tokens, parent, depth, roots_B.contiguous(), length_B.contiguous(), tokens_BM, position_BM, write_BM,
         tokens_BM if mask is None else mask.view(torch.uint8), count, tree.levels,
@@ -67,7 +67,7 @@ def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
 def walk_kernel(tree: Tree, choice_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As verify.walk_choices: (path_BK, accepted_B, next_B)."""
     choice_BM, verified = choice_BM.contiguous(), _empty_path(tree, choice_BM)
-    tokens, parent, valid = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.valid_BN))
+    tokens, parent, valid = (contiguous_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.valid_BN))
     launch(_walk_kernel, (len(choice_BM),),
         tokens, parent, valid.view(torch.uint8), choice_BM, *verified, tree.nodes, tree.levels,
         tokens.stride(0), parent.stride(0), valid.stride(0),
@@ -81,7 +81,7 @@ def synthetic_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As verify.synthetic_eager: (path_BK, accepted_B, next_B)."""
     choice_BM, verified = choice_BM.contiguous(), _empty_path(tree, choice_BM)
-    parent, depth, valid = (_rows(part) for part in (tree.parent_BN, tree.depth_BN, tree.valid_BN))
+    parent, depth, valid = (contiguous_rows(part) for part in (tree.parent_BN, tree.depth_BN, tree.valid_BN))
     launch(_synthetic_kernel, (len(choice_BM),),
         parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rate_K, *verified,
         tree.nodes, tree.levels, rate_K.shape[0], parent.stride(0), depth.stride(0), valid.stride(0),
@@ -141,7 +141,7 @@ def take_path_kernel(
     batch, levels = path_BK.shape
     made = [roots_B.new_empty(shape) for shape in ((batch, levels + 1), (batch,), (batch, levels + 1), (batch,))]
     moves = [roots_B.new_empty((batch, levels)) for _ in range(2)]
-    tokens = _rows(tree.tokens_BN)
+    tokens = contiguous_rows(tree.tokens_BN)
     launch(_take_path_kernel, (batch,),
         tokens, roots_B.contiguous(), path_BK.contiguous(), active_B.contiguous().view(torch.uint8),
         length_B.contiguous(), *made, *moves, levels,
@@ -197,7 +197,7 @@ def advance_kernel(
 ) -> Advanced:
     batch, width = taken.tokens_BJ.shape
     table, after = roots_B.new_empty((batch, width + 4)), [torch.empty_like(x) for x in (roots_B, left_B, active_B)]
-    depth, valid, stops = (_rows(part) for part in (tree.depth_BN, tree.valid_BN, stop_BS))
+    depth, valid, stops = (contiguous_rows(part) for part in (tree.depth_BN, tree.valid_BN, stop_BS))
     launch(_advance_kernel, (batch,),
         taken.tokens_BJ, taken.count_B, taken.length_B, next_B, roots_B, left_B, active_B.view(torch.uint8), stops,
         depth, valid.view(torch.uint8), table, after[0], after[1], after[2].view(torch.uint8), width, tree.nodes,

@@ -17,11 +17,10 @@ from headstart.eval.kernels.bookkeeping import contiguous_rows
 from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.tree import Tree
 from headstart.heads.kernels.device import wants_kernel
+from headstart.heads.sampling import NEAREST, logit_of
 
 #: nodes of a sequence that the kernel takes; larger trees go to the eager twin
 MOST_NODES = 256
-#: probabilities of scored trees are kept this far from 0 and 1
-NEAREST = 1e-6
 #: logits are kept within ±this: float32 knows no probability nearer to 0 or 1, and a sum with an infinite one is lost
 LARGEST_LOGIT = 30.0
 
@@ -82,7 +81,7 @@ def _logits(tree: Tree) -> Tensor:
     elif tree.score_BN is not None:
         score_BN = tree.score_BN.float()
         above_BN = torch.where(tree.parent_BN >= 0, score_BN.gather(1, tree.parent_BN.clamp(min=0)), 0.0)
-        logit_BN = torch.logit((score_BN - above_BN).exp().clamp(NEAREST, 1 - NEAREST))
+        logit_BN = logit_of((score_BN - above_BN).exp())
     else:
         logit_BN = torch.zeros_like(tree.tokens_BN, dtype=torch.float32)
     return logit_BN.nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)

@@ -8,15 +8,14 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain as joined
 from typing import Any
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.decode import Decoded
+from headstart.eval.decoding.decode import Cycle, Decoded
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
-from headstart.eval.measuring.metrics import Timed, acceptance
+from headstart.eval.measuring.metrics import Timed, acceptance, expected_tau
 from headstart.eval.measuring.sweep import fit
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
@@ -49,6 +48,8 @@ class Row:
         same_answers: share of the answers that are plain decoding's, token by token. None where answers are drawn or
             acceptance is synthetic.
         acceptance: measured or synthetic.
+        expected_tau: what the rates give for the levels that were verified: tau without the luck of the draw. None
+            where acceptance is measured.
         rates: probability of acceptance by level where it is synthetic.
         runs: tokens per second of every run.
     """
@@ -78,8 +79,14 @@ class Row:
     active_rows: float | None
     same_answers: float | None
     acceptance: str
+    expected_tau: float | None
     rates: list[float] | None
     runs: list[float]
+
+    @property
+    def steady(self) -> float:
+        """Tokens per second without the luck of the draw; tokens_per_s where acceptance is measured."""
+        return self.tokens_per_s * (self.tau if self.expected_tau is None else self.expected_tau) / self.tau
 
 
 def parse_tree(label: str, depth: int) -> TreeConfig:
@@ -157,6 +164,17 @@ class Runs:
     def rates(self) -> list[float]:
         """Tokens per second of every run."""
         return [decoded.decode_tokens / decoded.decode_s if decoded.decode_s else 0.0 for decoded in self.decoded]
+
+    @property
+    def cycles(self) -> list[Cycle]:
+        """All cycles of all rows."""
+        return [cycle for decoded in self.decoded for answer in decoded.answers for cycle in answer.cycles]
+
+    def expected_tau(self, rates: list[float]) -> float:
+        """Mean over cycles of the τ that the rates give for their levels; 1 without a cycle."""
+        taus = [expected_tau(rates[:levels]) for levels in range(len(rates) + 1)]
+        expected = [taus[min(cycle.drafted, len(rates))] for cycle in self.cycles]
+        return statistics.fmean(expected) if expected else 1.0
 
     def same_answers(self, plain: Runs) -> float:
         """Share of the first run's answers that are the other way's."""
@@ -255,10 +273,9 @@ class Bench:
     def _fields(self, way: Way, runs: Runs, plain: Runs, contexts: list[list[int]], batch: int) -> dict[str, Any]:
         """The fields of Row that are not in `names`."""
         config, timed = self.decoder.config, runs.timed
-        answers = joined.from_iterable(decoded.answers for decoded in runs.decoded)
-        accepted = acceptance(joined.from_iterable(answer.cycles for answer in answers))
+        accepted, rates = acceptance(runs.cycles), config.synthetic_acceptance
         rate = statistics.median(runs.rates)
-        greedy = config.synthetic_acceptance is None and config.temperature == 0
+        greedy = rates is None and config.temperature == 0
         return {
             "batch": batch, "temperature": config.temperature, "scheduler": way.scheduler, "tree": way.tree,
             "tau": accepted.tau, "tokens_per_s": rate,
@@ -266,7 +283,8 @@ class Bench:
             "context": round(statistics.median(map(len, contexts))), "prompts": len(contexts),
             "max_new_tokens": config.max_new_tokens, "speedup": rate / statistics.median(plain.rates),
             "cycles": accepted.forwards, "active_rows": timed.active_rows,
-            "same_answers": runs.same_answers(plain) if greedy else None, "runs": runs.rates,
+            "same_answers": runs.same_answers(plain) if greedy else None,
+            "expected_tau": None if rates is None else runs.expected_tau(rates), "runs": runs.rates,
         }  # fmt: skip
 
 
@@ -283,17 +301,18 @@ def summary(rows: list[Row]) -> Iterator[str]:
     """What drafts gain at one batch size, in words. Args: rows: of all ways, plain decoding first."""
     plain, *others = rows
     fixed = [row for row in others if row.scheduler == "off"]
-    best = max(fixed, key=lambda row: row.tokens_per_s, default=plain)
-    better = max(plain.tokens_per_s, best.tokens_per_s)
-    yield f"batch {plain.batch}: plain {plain.tokens_per_s:,.0f} tokens/s"
+    best = max(fixed, key=lambda row: row.steady, default=plain)
+    better = max(plain.steady, best.steady)
+    luck = "" if plain.expected_tau is None else ", gains without the luck of the draw"
+    yield f"batch {plain.batch}: plain {plain.tokens_per_s:,.0f} tokens/s{luck}"
     if fixed:
-        yield f"  best fixed draft {best.tree}: {best.speedup:.3f} × plain, τ {best.tau:.2f}"
+        yield f"  best fixed draft {best.tree}: {best.steady / plain.steady:.3f} × plain, τ {best.tau:.2f}"
     for row in others:
         if row.scheduler == "on":
-            gains = f"{row.speedup:.3f} × plain"
+            gains = f"{row.steady / plain.steady:.3f} × plain"
             if fixed:
-                gains += f", {row.tokens_per_s / best.tokens_per_s:.3f} × the best fixed draft"
-            gains += f", {row.tokens_per_s / better:.3f} × the better of both"
+                gains += f", {row.steady / best.steady:.3f} × the best fixed draft"
+            gains += f", {row.steady / better:.3f} × the better of both"
             cost = f"τ {row.tau:.2f}, {row.verified_tokens_per_cycle:.2f} rows per cycle"
             yield f"  {row.tree}, scheduled: {gains}; {cost}"
     same = [f"{row.tree} {row.same_answers:.1%}" for row in others if row.same_answers is not None]

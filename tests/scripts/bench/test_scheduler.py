@@ -80,7 +80,7 @@ def test_synthetic_acceptance_gives_the_tau_that_is_asked_for(tmp_path: Path, mo
         error = 1.3 / row["cycles"] ** 0.5  # at most 4 tokens: their deviation is below 1.3
         short = 1 / row["cycles"] * 32 * 1.5  # each answer's last cycle may be cut, by 1.5 tokens on average
         assert expected_tau(rates[:levels]) - short - 4 * error < row["tau"] < expected_tau(rates[:levels]) + 4 * error
-        assert row["cycles"] > 700
+        assert row["cycles"] > 700 and row["expected_tau"] == pytest.approx(expected_tau(rates[:levels]))
     row = rows["chain3"]
     assert (row["acceptance"], row["same_answers"], row["ece_after"]) == ("synthetic", None, None)
     assert (row["head"], row["target"], row["context"], row["prompts"]) == ("eagle3", "tiny", 16, 16)
@@ -157,12 +157,16 @@ def test_summaries_name_what_is_gained(tmp_path: Path) -> None:
     arguments = scheduler.parser().parse_args([*words, "--fixed", "chain1", "chain2", "--scheduled", "chain2"])
     rows = scheduler.bench_all(arguments)
     speeds = (100.0, 80.0, 125.0, 150.0)
-    rows = [replace(row, tokens_per_s=x, speedup=x / 100) for row, x in zip(rows, speeds, strict=True)]
+    rows = [
+        replace(row, tokens_per_s=x, speedup=x / 100, expected_tau=row.tau) for row, x in zip(rows, speeds, strict=True)
+    ]
     text = "\n".join(side_by_side.summary(rows))
     assert "best fixed draft chain2: 1.250 × plain" in text
     assert "chain2, scheduled: 1.500 × plain, 1.200 × the best fixed draft, 1.200 × the better of both" in text
     slow = [replace(row, tokens_per_s=90.0, speedup=0.9) if row.scheduler == "off" else row for row in rows]
     assert "1.667 × the best fixed draft, 1.500 × the better of both" in "\n".join(side_by_side.summary(slow))
+    lucky = [replace(row, expected_tau=row.tau * 0.9) if row.scheduler == "on" else row for row in rows]
+    assert "chain2, scheduled: 1.350 × plain, 1.080 × the best fixed draft" in "\n".join(side_by_side.summary(lucky))
     fast = [replace(row, same_answers=0.5) for row in rows]
     assert "token by token: chain1 50.0%, chain2 50.0%, chain2 50.0%" in "\n".join(side_by_side.summary(fast))
 

@@ -143,7 +143,7 @@ class TuneConfig:
     """What `headstart tune` searches, and how long it measures."""
 
     #: Batch sizes to choose a tree for.
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 16])
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
     #: Longest chain and deepest tree. A head with a fixed number of depths drafts at most those.
     depth: int = 8
     #: Dynamic trees: numbers of children per node to try.

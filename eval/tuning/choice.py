@@ -10,7 +10,9 @@ from typing import Any
 
 from headstart.eval.config import TreeConfig, tree_label
 from headstart.eval.tuning.costs import Costs, node_count
+from headstart.eval.tuning.served import step_rates
 from headstart.heads.formats.calibration import Calibration
+from headstart.heads.formats.choices import STEP_RATES, TOKENS_PER_BATCH, tokens_by_batch
 from headstart.heads.provenance import command_line, git_revision, versions
 
 #: largest relative difference between predicted and measured speed-up that counts as agreement
@@ -167,6 +169,14 @@ class Choice:
         return self.measured_speedup > 1
 
     @property
+    def launched(self) -> int:
+        """Drafted tokens to launch an engine with, which drafts chains; 0 where no chain pays."""
+        if not self.speculate or self.best.tree.kind == "chain":
+            return self.best.tree.depth if self.speculate else 0
+        chain = self.best_chain
+        return chain.tree.depth if chain is not None and chain.speedup > 1 else 0
+
+    @property
     def measured_speedup(self) -> float:
         return Trial(self.best, self.measured).measured_speedup
 
@@ -179,7 +189,7 @@ class Choice:
             return None if made is None else made.to_json()
 
         return {
-            "batch": self.costs.batch, "speculate": self.speculate, **self.best.to_json(),
+            "batch": self.costs.batch, "speculate": self.speculate, "launched": self.launched, **self.best.to_json(),
             "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
             "best_chain": shown(self.best_chain), "calibrated": shown(self.calibrated),
             "published": shown(self.published), "passed_over": shown(self.passed_over),
@@ -220,10 +230,21 @@ class Tuning:
         }  # fmt: skip
 
     def entry(self) -> dict[str, Any]:
-        """For the head's sidecar: the choice at each batch size and the conditions it was measured under."""
+        """For the head's sidecar: the choice at each batch size, tables for engines, and what was measured under."""
         kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
         batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
         return {
             "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,
-            "data": self.data, "batches": batches, "versions": versions(), "git_revision": git_revision(),
+            "data": self.data, "batches": batches, **self.tables(), "versions": versions(),
+            "git_revision": git_revision(),
         }  # fmt: skip
+
+    def tables(self) -> dict[str, Any]:
+        """Tables that engines read (formats/choices.py).
+
+        Steps per second are for engines that go by a confidence head.
+        """
+        made: dict[str, Any] = {TOKENS_PER_BATCH: tokens_by_batch({c.costs.batch: c.launched for c in self.choices})}
+        if self.calibration is not None and self.calibration.source == "confidence":
+            made[STEP_RATES] = step_rates([choice.costs for choice in self.choices])
+        return {name: table for name, table in made.items() if table}

@@ -83,6 +83,11 @@ class Costs:
         shape, tokens = forward_of(tree)
         return _at(self.verify_s[shape], tokens) + _at(self.draft_s[drafting_of(tree)], draft_size(tree))
 
+    def cut_s(self, tokens: int) -> float:
+        """A cycle that drafts the longest chain, and verifies only the first `tokens` of a row, the root included."""
+        drafts = self.draft_s["chain"]
+        return _at(self.verify_s["chain"], tokens) + drafts[max(drafts)] + _at(self.rest_s["chain"], tokens - 1)
+
     def to_json(self) -> dict[str, Any]:
         tables = {
             name: {key: {str(n): s * 1e3 for n, s in sorted(points.items())} for key, points in table.items()}

@@ -272,7 +272,9 @@ class _Session:
         """The calibration of the longest chain, fitted on every other prompt; without one, a sentence that says why."""
         self.say("calibration")
         try:
-            drafter = self.build(TreeConfig("chain", self.search.depth))
+            # engines that read it draft as many as the head has, whatever depth was searched
+            longest = None if self.head is None else self.head.longest_chain
+            drafter = self.build(TreeConfig("chain", longest or self.search.depth))
             found = calibrate_drafter(
                 self.decoder, drafter, self.contexts, dataset, rows=PROFILE_BATCH, seed=self.config.seed
             )

@@ -24,6 +24,7 @@ PLOT = "tune.png"
 
 COLUMNS = (
     "batch", "plain ms", "best tree", "τ", "cycle ms", "predicted", "measured", "measured τ", "do", "best chain",
+    "launch",
 )  # fmt: skip
 #: of the table that shows calibrated trees beside the published one
 STATIC_COLUMNS = ("batch", "static tree", "nodes", "levels", "τ", "measured τ", "predicted", "measured", "kept")
@@ -45,6 +46,9 @@ CALIBRATION_NOTE = (
     "How far the probability that the first k drafts are all accepted, as the draft says it, lies from the share that "
     "was (expected calibration error, bins of equal width). Fitted on every other prompt, measured on the others."
 )
+LAUNCH_NOTE = (
+    "launch = tokens to launch an engine with, which drafts chains; `headstart export` writes them by batch size"
+)
 #: ranks in the table of rank accuracies
 SHOWN_RANKS = 5
 
@@ -57,6 +61,7 @@ def _cells(choice: Choice) -> tuple[str, ...]:
         number(choice.best.speedup, 2, "×"), number(choice.measured_speedup, 2, "×") + ("" if choice.agrees else " !"),
         number(choice.measured["tau"]), "speculate" if choice.speculate else "decode plainly",
         "–" if chain is None else f"{chain.tree.depth} ({chain.speedup:.2f}×)",
+        str(choice.launched) if choice.launched else "plain",
     )  # fmt: skip
 
 
@@ -100,6 +105,7 @@ def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable
                 f"batch {choice.costs.batch}: {tree_name(choice.best.tree)} is kept, measured {kept}; "
                 f"{tree_name(other.prediction.tree)}, the best by prediction, measured {passed}"
             )
+    lines.append(LAUNCH_NOTE)
     lines += tuning.notes
     uses = []
     for choice in tuning.choices:

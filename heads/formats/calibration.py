@@ -166,8 +166,13 @@ def read_calibration(directory: Path) -> Calibration | None:
         return None
     side = read_json(place)
     verify_sidecar(str(place), side if isinstance(side, dict) else {})
+    return calibration_of(side, str(place))
+
+
+def calibration_of(side: dict[str, Any], where: str = SIDECAR) -> Calibration | None:
+    """The calibration in headstart.json, None where there is none. Raises: FormatError if damaged."""
     value = side.get(FIELD)
-    return None if value is None else calibration_from_json(value, str(place))
+    return None if value is None else calibration_from_json(value, where)
 
 
 def sglang_sts(calibration: Calibration, drafts: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import yaml
 
 from headstart.heads.escape import code, fenced, in_json, markdown, table
 from headstart.heads.families import FAMILIES
+from headstart.heads.formats.beside import NAMES
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import LOSSLESS_RULES, MEANINGS, flag_of
 from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
@@ -130,7 +131,7 @@ def _results(report: dict[str, Any] | None) -> str:
 
 def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base, folder = hub_name(target) or "TARGET", repo_id.split("/")[-1]
-    commands = launch_commands(repo_id, side, engines, folder)
+    commands = launch_commands(repo_id, side, engines, folder, folder)
     shown = [
         f"{FORMATS[engine].title}:\n\n{fenced(commented(engine, side['type'], command), 'bash')}"
         for engine, command in commands.items()
@@ -138,6 +139,10 @@ def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[st
     if any(f"{folder}/{ADAPTER}" in command for command in commands.values()):
         fetch = shlex.join(["hf", "download", repo_id, "--include", f"{ADAPTER}/*", "--local-dir", folder])
         shown.insert(0, f"Engines apply the adapter to the base from a folder:\n\n{fenced(fetch, 'bash')}")
+    if names := [name for name in NAMES if any(f"{folder}/{name}" in command for command in commands.values())]:
+        fetch = shlex.join(["hf", "download", repo_id, *names, "--local-dir", folder])
+        said = "Engines read what `headstart tune` measured from files beside the head"
+        shown.insert(0, f"{said}:\n\n{fenced(fetch, 'bash')}")
     if shown and (why := why_tokens(side, markdown)):
         shown.insert(0, why)
     measure = shlex.join(["headstart", "eval", "--head", repo_id, "--target", base, "--data", "prompts.jsonl"])

@@ -17,13 +17,17 @@ from headstart.heads.checkpoints.head_files import COMPACT, Contents
 from headstart.heads.checkpoints.raw import RawCheckpoint, TensorInfo
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES
+from headstart.heads.formats.beside import write_beside
+from headstart.heads.formats.calibration import calibration_of
 from headstart.heads.formats.check import CheckReport, check_checkpoint, check_directory
+from headstart.heads.formats.choices import tables_of
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.loading import compare_settings
 from headstart.heads.formats.portable import files_of, write_directory
 from headstart.heads.formats.recognise import map_foreign
 from headstart.heads.formats.shards import shard_bytes
+from headstart.heads.formats.sidecar import notes
 from headstart.heads.numerics import DTYPES
 
 PORTABLE = "portable"
@@ -75,16 +79,21 @@ def export_head(
         provenance: as for `save_head`.
     Returns: engine → report of the directory written for it.
     Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size;
-        FormatError when an engine that a directory was written for would not load it rightly and `config.force` is off.
+        FormatError when an engine that a directory was written for would not load it rightly and `config.force` is off;
+        and for what `headstart tune` would not have written into the head's headstart.json.
     """
     check_export(config, head.family)
     limit = shard_bytes(config.max_shard_size)
+    # a head is exported with what was measured of it, or not at all
+    tables_of(provenance)
+    calibration_of(provenance)
     reports = {}
     for index, name in enumerate(config.engines):
         place = directory if index == 0 else directory / name
         write_directory(head, place, contents(head, name, provenance), provenance, DTYPES[config.dtype], limit)
         if name in FORMATS:
             FORMATS[name].finish(head.family, place)
+        write_beside(place, notes(place))
         reports[name] = check_directory(place, head.dims)
         _require_right(reports[name], name, head.family, config.force)
     return reports

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from headstart.heads.base import Head
 from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.dims import HeadDims
-from headstart.heads.errors import FormatError
+from headstart.heads.errors import DataError, FormatError
 from headstart.heads.families import FAMILIES
+from headstart.heads.files import read_json
 from headstart.heads.formats.recognise import NOT_READ
+from headstart.heads.formats.sidecar import ADDED, SIDECAR, family_config, verify_sidecar
 from headstart.heads.formats.verdicts import Case, EngineVerdict, HeadDirectory, Verdict
 from headstart.heads.targets.tuned import is_tuned
 
@@ -74,6 +77,9 @@ class Launch:
         adapter, rank: directory and rank of a LoRA adapter that the engine applies to the target; None without one.
         model_type: the target's, as transformers names it; "" where it is not known.
         place: directory from where the head's own settings name its target; None where they name it wherever one is.
+        files: name of a file that the engine reads beside the head (`Format.beside`) → its path.
+        per_batch: [first batch size, last one, drafted tokens], as `headstart tune` measured; [] where it did not.
+        confident: whether the head has a confidence head, whose word was compared with what was accepted.
     """
 
     head: str
@@ -85,6 +91,9 @@ class Launch:
     rank: int = 0
     model_type: str = ""
     place: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    per_batch: Sequence[Sequence[int]] = ()
+    confident: bool = False
 
     def limit(self, option: str) -> list[str]:
         """`option` with the limit of contexts, as words of a command; [] without a limit."""
@@ -107,6 +116,8 @@ class Format:
         targets: `model_type` of the targets whose hidden states it gives to a head; None: of all, or it is not known.
         block: what asks it for block verification of drawn drafts; None if it has none, or that is not known.
         adapters: whether it applies a LoRA adapter to the target that verifies drafts, and `launch` says how.
+        beside: JSON file that the engine reads beside a head → makes its content from headstart.json; None where the
+            head has no such file. Raises: FormatError for what was not measured so.
     """
 
     key: str
@@ -121,6 +132,7 @@ class Format:
     targets: frozenset[str] | None = None
     adapters: bool = False
     block: str | None = None
+    beside: Mapping[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = field(default_factory=dict)
 
     def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
         """What the engine does with a directory, and every reason."""
@@ -144,6 +156,7 @@ class Format:
                     case.note(sentence)
                 if (sentence := self.tuned_target(seen.raw.sidecar or {})) is not None:
                     case.note(sentence)
+                self._compare_beside(case)
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))
         return case.verdict
@@ -175,6 +188,39 @@ class Format:
         rules = self.serves.get(family)
         if rules is not None and rules.convert is not None:
             rules.convert(directory)
+
+    def files_beside(self, side: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Name → content of the files that the engine reads beside this head. Args: side: headstart.json.
+
+        Raises: FormatError that names the field of headstart.json which no tuning writes.
+        """
+        made = {name: make(side) for name, make in self.beside.items()}
+        return {name: content for name, content in made.items() if content is not None}
+
+    def _compare_beside(self, case: Case) -> None:
+        """Compare the files beside a head with headstart.json, from which an export writes them."""
+        side = case.raw.sidecar
+        if side is None or not self.beside or not any(side.get(name) for name in ADDED):
+            return
+        try:
+            verify_sidecar(SIDECAR, side)
+            family_config(side.get("type"), side.get("config"), SIDECAR)
+            made = self.files_beside(side)
+        except FormatError as error:  # the engine does not read headstart.json
+            case.note(str(error))
+            return
+        again = "`headstart export` writes it from headstart.json"
+        for name, content in made.items():
+            place = case.raw.directory / name
+            try:
+                held = read_json(place) if os.path.lexists(place) else None
+            except DataError as error:
+                case.misread(f"{error}: {again}")
+                continue
+            if held is None:
+                case.note(f"{name} is not here: {again}")
+            elif held != content:
+                case.misread(f"{name} is not what `headstart tune` measured, as headstart.json has it: {again}")
 
     def reads_shards(self, family: str | None) -> bool:
         """Whether the engine reads a head of this family whose weights stand in several files."""

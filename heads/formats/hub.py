@@ -19,6 +19,7 @@ from headstart.heads.checkpoints.head_files import BESIDE
 from headstart.heads.checkpoints.raw import PICKLED
 from headstart.heads.errors import ConfigError, FormatError, StorageError, in_one_line
 from headstart.heads.files import read_json, write_json, write_text
+from headstart.heads.formats.beside import NAMES, write_beside
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
@@ -92,6 +93,7 @@ def push_export(
     # synthetic acceptance says nothing about this head
     report = None if report is None or report.get("synthetic") else published(report, names)
     plots = [] if report is None else draw_plots(report, directory)
+    write_beside(directory, side)
     card = render_card(name, side, report, loads, _licence(api, side), plots)
     write_text(directory / "README.md", card)
     if report is not None:
@@ -100,7 +102,8 @@ def push_export(
     message = published_text(config.commit_message or f"{side['type']} head for {named}", names)
     if (side.get("target") or {}).get("served_as") is not None:
         _push_target(api, directory, config, side, message, sleep)
-    files = _root_files(directory, [*HEAD_FILES, ENGINE_FILES, "README.md", "report.json", *plots]) + ADAPTER_FILES
+    patterns = [*HEAD_FILES, ENGINE_FILES, *NAMES, "README.md", "report.json", *plots]
+    files = _root_files(directory, patterns) + ADAPTER_FILES
     return _patiently(lambda: _upload(api, name, directory, files, config, message), directory, name, sleep)
 
 

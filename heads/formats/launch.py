@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from headstart.heads.escape import table
-from headstart.heads.families import FAMILIES
+from headstart.heads.formats.calibration import calibration_of
+from headstart.heads.formats.choices import drafted_tokens, tables_of, tuned_batches, tuned_chain
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.format import Launch
 from headstart.heads.formats.sidecar import served_name
@@ -16,64 +17,6 @@ from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET
 
 #: the kind of tree that no engine serves: where others are the best, engines that draft trees make their own
 UNSERVED = "ddtree"
-
-
-@dataclass(frozen=True)
-class TunedBatch:
-    """The choice of `headstart tune` for one GPU and batch size.
-
-    Attributes:
-        label: of the best tree. tau: its τ. predicted, measured: its speed-ups. speculate: whether drafting pays.
-        chain: length of the best chain, which is what engines draft; None if none was measured.
-        chain_speedup: its predicted speed-up.
-        kind: of the best tree (`eval.tree.kind`).
-    """
-
-    device: str
-    batch: int
-    label: str
-    tau: float
-    predicted: float
-    measured: float
-    speculate: bool
-    chain: int | None
-    chain_speedup: float | None
-    kind: str
-
-
-def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
-    """The choices in headstart.json, sorted by GPU and batch size. Malformed entries are left out."""
-    tuned = side.get("tuned")
-    choices = []
-    for device, entry in tuned.items() if isinstance(tuned, dict) else []:
-        batches = entry.get("batches") if isinstance(entry, dict) else None
-        for batch, choice in batches.items() if isinstance(batches, dict) else []:
-            try:
-                best = choice if choice["tree"]["kind"] == "chain" else choice.get("best_chain")
-                choices.append(
-                    TunedBatch(
-                        str(device), int(batch), str(choice["label"]), float(choice["tau"]),
-                        float(choice["predicted_speedup"]), float(choice["measured_speedup"]),
-                        bool(choice["speculate"]), int(best["tree"]["depth"]) if best else None,
-                        float(best["predicted_speedup"]) if best else None, str(choice["tree"]["kind"]),
-                    )
-                )  # fmt: skip
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-    return sorted(choices, key=lambda choice: (choice.device, choice.batch))
-
-
-def tuned_chain(side: dict[str, Any]) -> TunedBatch | None:
-    """The choice that launch commands follow: of the smallest batch at which drafting pays, on the fastest GPU."""
-    paying = [choice for choice in tuned_batches(side) if choice.speculate and choice.chain]
-    return min(paying, key=lambda choice: (choice.batch, -choice.measured), default=None)
-
-
-def drafted_tokens(side: dict[str, Any]) -> int:
-    """Tokens that a launch command asks for: the tuned number, or the usual one; at most what the family drafts."""
-    choice = tuned_chain(side)
-    depth = int(side["config"].get("depth") or 3)
-    return FAMILIES[side["type"]].files.drafted_tokens(depth, None if choice is None else choice.chain)
 
 
 def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
@@ -94,10 +37,21 @@ def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
                 f" The best tree there, {text(chosen.label)}, measured {chosen.measured:.2f}×, but engines serve no "
                 "trees over marginals."
             )
-        return said
+        return said + _by_load(side, chosen.device, text)
     if tuned_batches(side):
         return "`headstart tune` found no batch size at which drafting pays: measure before you deploy it."
     return ""
+
+
+def _by_load(side: dict[str, Any], device: str, text: Callable[[str], str]) -> str:
+    """A sentence that says how many tokens to draft at other batch sizes; "" where that is everywhere the same."""
+    found = tables_of(side)
+    if found is None or found.device != device or len(found.tokens) < 2:
+        return ""
+    ranges = [f"{first}–{last}: {tokens}" for first, last, tokens in found.tokens[:-1]]
+    first, _, tokens = found.tokens[-1]
+    said = f" Drafted tokens that pay by batch size: {', '.join(ranges)}, from {first} on: {tokens}."
+    return said + (" With 0, decode plainly." if any(not row[2] for row in found.tokens) else "")
 
 
 def tuned_table(side: dict[str, Any]) -> str:
@@ -134,7 +88,9 @@ def context_limit(side: dict[str, Any]) -> int | None:
         return None
 
 
-def launch_commands(model: str, side: dict[str, Any], engines: list[str], root: str | None = None) -> dict[str, str]:
+def launch_commands(
+    model: str, side: dict[str, Any], engines: list[str], root: str | None = None, beside: str | None = None
+) -> dict[str, str]:
     """Engine key → shell command that serves the target with this head, every word quoted as a shell needs it.
 
     For a head of a tuned target, the commands serve that target. Engines that cannot are left out.
@@ -144,6 +100,8 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str], root: 
         root: directory that holds the folders `target` and `adapter` of a tuned target; None: `model`.
         side: headstart.json of the export.
         engines: keys of the engines that load it.
+        beside: directory that holds the files that engines read beside the head (formats/beside.py); None: `model`.
+    Raises: FormatError for a table or a calibration in headstart.json that no tuning makes.
     """
     target, root = side.get("target") or {}, root or model
     launch = Launch(model, served_name(target) or "TARGET", side["type"], drafted_tokens(side), context_limit(side))
@@ -155,7 +113,13 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str], root: 
     if separate:
         launch = replace(launch, adapter=f"{root}/{ADAPTER}", rank=int(rank))
     able = [key for key in FORMATS if key in engines and (FORMATS[key].adapters or not separate)]
-    commands = {key: FORMATS[key].launch(launch) for key in able}
+    tables, calibration = tables_of(side), calibration_of(side)
+    launch = replace(launch, per_batch=[] if tables is None else tables.tokens)
+    launch = replace(launch, confident=calibration is not None and calibration.source == "confidence")
+    commands = {}
+    for key in able:
+        files = {name: f"{beside or model}/{name}" for name in FORMATS[key].files_beside(side)}
+        commands[key] = FORMATS[key].launch(replace(launch, files=files))
     return {key: command for key, command in commands.items() if command is not None}
 
 

@@ -36,11 +36,16 @@ from headstart.heads.formats.eagle_rules import (
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.sglang_block import (
     ALGORITHMS,
+    SCHEDULED,
+    STEP_RATES,
+    TEMPERATURES,
     block_words,
     check_causal,
     check_dflash,
     check_domino,
     check_dspark,
+    step_rates,
+    temperatures,
 )
 from headstart.heads.formats.verdicts import WRONG, Case, TensorRule
 
@@ -150,7 +155,8 @@ def _launch(launch: Launch) -> str:
             "--speculative-draft-model-path", launch.head, "--speculative-num-steps", str(launch.tokens),
             "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(launch.tokens + 1),
         ]  # fmt: skip
-    return shlex.join([*serve, *drafts, *launch.limit("--context-length")])
+    comment = SCHEDULED if launch.files else ""
+    return comment + shlex.join([*serve, *drafts, *launch.limit("--context-length")])
 
 
 FORMAT = Format(
@@ -171,4 +177,5 @@ FORMAT = Format(
     unchecked=("draft_model",),
     # EAGLE heads with one candidate per step only, as the command says
     block="--speculative-use-block-verification (CUDA and ROCm)",
+    beside={TEMPERATURES: temperatures, STEP_RATES: step_rates},
 )

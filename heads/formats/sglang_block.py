@@ -30,6 +30,8 @@ from headstart.heads.formats.block_rules import (
     mask_embedding,
     nested_of,
 )
+from headstart.heads.formats.calibration import calibration_of, sglang_sts
+from headstart.heads.formats.choices import drafted_tokens, tables_of
 from headstart.heads.formats.format import Launch
 from headstart.heads.formats.verdicts import WRONG, Case
 
@@ -39,6 +41,17 @@ DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")
 ALGORITHMS = {"dflash": ("DFLASH", 1), "dspark": ("DSPARK", 0), "jetspec": ("DFLASH", 1), "domino": ("DFLASH", 0)}
 #: algorithm → option with the size of a block
 BLOCK_OPTIONS = {"DFLASH": "--speculative-dflash-block-size", "DSPARK": "--speculative-dspark-block-size"}
+#: files beside a DSPARK head → options that name them
+TEMPERATURES, STEP_RATES = "sglang_sts.json", "sglang_sps.json"
+FILE_OPTIONS = {
+    TEMPERATURES: "--speculative-dspark-confidence-sts-path",
+    STEP_RATES: "--speculative-dspark-sps-table-path",
+}
+#: above a launch command with such files
+SCHEDULED = (
+    "# SGLANG_RAGGED_VERIFY_MODE=compact in the environment verifies as many drafts as pay by these files; without it, "
+    "all (read in its source, not run)\n"
+)
 #: what to do with a head whose first slot drafts
 AS_DSPARK = (
     "export it again (export.engines=[sglang]), which writes it as a DSpark head, of which it serves both layouts"
@@ -49,7 +62,35 @@ def block_words(launch: Launch) -> list[str]:
     """Words of the launch command that ask for a block."""
     algorithm, more = ALGORITHMS[launch.family]
     words = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", launch.head]
-    return [*words, BLOCK_OPTIONS[algorithm], str(launch.tokens + more)]
+    words += [BLOCK_OPTIONS[algorithm], str(launch.tokens + more)]
+    return words + [word for name, place in launch.files.items() for word in (FILE_OPTIONS[name], place)]
+
+
+def temperatures(side: dict[str, Any]) -> dict[str, Any] | None:
+    """Its file of temperatures for a confidence head; None where none were fitted to as many drafts as it serves."""
+    if not scheduled(side):
+        return None
+    found, drafts = calibration_of(side), drafted_tokens(side)
+    fits = found is not None and found.kind == "temperature" and found.positions == drafts
+    return sglang_sts(found, drafts) if found is not None and fits else None
+
+
+def step_rates(side: dict[str, Any]) -> dict[str, Any] | None:
+    """Its file of steps per second by verified tokens; None where fewer than two numbers of tokens were timed.
+
+    It takes a table of one for none at all.
+    """
+    found = tables_of(side) if scheduled(side) else None
+    rates = None if found is None else found.rates
+    return rates if rates is not None and len(rates["sample_batch_tokens"]) > 1 else None
+
+
+def scheduled(side: dict[str, Any]) -> bool:
+    """Whether its scheduler serves the head: DSPARK with a confidence head, the one that `headstart tune` compared."""
+    if ALGORITHMS.get(side["type"], ("", 0))[0] != "DSPARK":
+        return False
+    found = calibration_of(side)
+    return found is not None and found.source == "confidence"
 
 
 def check_dflash(case: Case, remedy: str = AS_DSPARK) -> None:

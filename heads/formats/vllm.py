@@ -285,19 +285,50 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: families of which it drafts any number of tokens, another one in every step. Others draft whole blocks, or nothing:
+#: one of its two model runners makes a shorter block of a smaller number, which the head was not trained on
+ANY_NUMBER = ("eagle", "eagle3", "draft_model", "dspark")
+WHOLE_BLOCKS = ("dflash", "jetspec", "dflash2")
+#: families whose confidence head it reads to verify as many drafts as pay
+ADAPTIVE = ("dspark",)
+
+
+def _by_load(launch: Launch) -> tuple[dict[str, Any], str]:
+    """What the speculative config says of drafting by load, and a comment above the command.
+
+    Of P-EAGLE and Medusa it drafts a fixed number only: it expects as many logits as at its start.
+    """
+    if launch.confident and launch.family in ADAPTIVE and launch.adapter is None:
+        comment = (
+            "# enable_adaptive_verification cuts what is verified by the head's confidence (read in vLLM's source, not "
+            "run); it needs full CUDA graphs, one pipeline stage and no LoRA: leave it out where vLLM refuses it\n"
+        )
+        return {"enable_adaptive_verification": True}, comment
+    numbers = {row[2] for row in launch.per_batch}
+    able = launch.family in ANY_NUMBER or (launch.family in WHOLE_BLOCKS and numbers <= {0, launch.tokens})
+    if len(numbers) < 2 or not able:
+        return {}, ""
+    most = max(launch.tokens, *numbers)
+    comment = "# not with data parallelism, where vLLM drafts the same number at every batch size\n"
+    if not launch.per_batch[-1][2]:
+        comment += f"# from batch {launch.per_batch[-1][0]} on drafting does not pay: there it decodes plainly\n"
+    rows = [list(row) for row in launch.per_batch]
+    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": rows}, comment
+
+
 def _launch(launch: Launch) -> str | None:
     method, more = METHODS.get(launch.family, (launch.family, {}))
     if not served(launch.model_type, method):
         return None
-    comment = ""
-    spec = {"method": method, "model": launch.head, "num_speculative_tokens": launch.tokens, **more}
+    by_load, comment = _by_load(launch)
+    spec = {"method": method, "model": launch.head, "num_speculative_tokens": launch.tokens, **more, **by_load}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
     if (implementation := model_impl(launch.model_type, method)) is not None:
         words += ["--model-impl", implementation]
     if launch.adapter is not None:  # run on 0.32: the features that the head reads carry the adapter
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank(launch.rank))]
         words += ["--lora-modules", f"{ADAPTED_NAME}={launch.adapter}"]
-        comment = f'# requests name the model "{ADAPTED_NAME}"; under the name of the base, the base answers\n'
+        comment += f'# requests name the model "{ADAPTED_NAME}"; under the name of the base, the base answers\n'
     return comment + shlex.join([*words, "--speculative-config", json.dumps(spec, ensure_ascii=False)])
 
 

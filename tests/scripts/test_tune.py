@@ -18,6 +18,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.formats.calibration import read_calibration
+from headstart.heads.formats.choices import LAST_BATCH
 from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
@@ -166,6 +167,24 @@ def test_tune_keeps_the_calibration_with_the_head(
     text = (tmp_path / "out" / "tune.md").read_text()
     assert "## Calibration" in text and f"{kept.ece_before[0]:.1%}" in text and "(reliability.png)" in text
     assert (tmp_path / "out" / "reliability.png").read_bytes().startswith(b"\x89PNG")
+
+    # what engines read goes along with an export
+    (entry,) = notes(place)["tuned"].values()
+    (choice,) = result.json["choices"]
+    assert entry["tokens_per_batch"] == [[1, LAST_BATCH, choice["launched"]]]
+    assert f"| {choice['launched'] or 'plain'} |" in text
+    rates = entry["step_rates"]
+    assert rates["sample_batch_tokens"] == [2, 3] and rates["max_batch_tokens"] == 3
+    step_ms = choice["costs"]["verify_ms"]["chain"]["3"] + choice["costs"]["draft_ms"]["chain"]["2"]
+    assert 0 < rates["sample_steps_per_sec"][1] <= 1e3 / step_ms * (1 + 1e-9)
+    exported = headstart(
+        "export", "--head", place, "--target", tiny_target, "target.device=cpu", "--out", tmp_path / "exported",
+    )  # fmt: skip
+    assert exported.code == 0, exported.err
+    assert json.loads((tmp_path / "exported/sglang_sps.json").read_text()) == rates
+    assert json.loads((tmp_path / "exported/sglang_sts.json").read_text())["temperatures"] == kept.temperatures
+    said = "".join(exported.err.split())
+    assert "--speculative-dspark-sps-table-path" in said and '"enable_adaptive_verification":true' in said
 
 
 def test_notes_need_a_sidecar(tmp_path: Path, head: Path) -> None:

@@ -22,8 +22,8 @@ def step_rates(costs: Sequence[Costs]) -> dict[str, Any] | None:
     """
     measured: dict[int, list[float]] = {}
     for cost in costs:
-        for tokens in cost.verify_s.get("chain", {}):
-            measured.setdefault(cost.batch * tokens, []).append(cost.cut_s(tokens))
+        for count in cost.verify_s.get("chain", {}):
+            measured.setdefault(cost.batch * count, []).append(cost.cut_s(count))
     if not measured:
         return None
     tokens = sorted(measured)

@@ -48,6 +48,7 @@ class Answer:
     """One decoded context: all tokens (the stop token included), one Cycle per target forward after prefill.
 
     Attributes:
+        row: of the batch, the one that decoded it.
         before: cycles of the batch before the first one of this answer.
         first_s: seconds from the start of its prefill until its first token is known. Contexts that begin together wait
             for each other.
@@ -56,6 +57,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     finish_reason: str = "length"
+    row: int = field(default=0, compare=False)
     before: int = field(default=0, compare=False)
     first_s: float = field(default=0.0, compare=False)
 
@@ -227,6 +229,7 @@ class _Record:
         """A row begins a context, of which the first token is known. Args: seconds: see Answer.first_s."""
         self.number[row], self.active[row] = number, True
         self.answers[number].first_s, self.answers[number].before = seconds, self.cycles
+        self.answers[number].row = row
         self.take(row, [token])
 
     def take(self, row: int, tokens: list[int]) -> int:

@@ -74,11 +74,6 @@ class Outcomes:
         return Outcomes(self.logit_SK[which], self.accepted_S[which], self.judged_S[which])
 
 
-def joined(parts: list[Outcomes]) -> Outcomes:
-    """All cycles of all parts."""
-    return Outcomes(*(torch.cat([getattr(p, name) for p in parts]) for name in ("logit_SK", "accepted_S", "judged_S")))
-
-
 def reliability(p_N: Tensor, hit_N: Tensor, bins: int = BINS, equal_mass: bool = False) -> list[list[float]]:
     """[mean of p, share of hits, count] of every bin that is not empty, in order of p.
 

@@ -17,11 +17,11 @@ from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.scheduler import Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.tree import Tree
-from headstart.eval.tuning.calibration import Outcomes, calibrate, joined
+from headstart.eval.tuning.calibration import Outcomes, calibrate
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.formats.calibration import Calibration
 
-#: cycles that a batch may run beyond its longest answer: one more is under way when the host reads the last one
+#: cycles of a record beyond those of its batch: one more is under way when the host reads the last one
 SPARE = 2
 
 
@@ -59,70 +59,80 @@ def said(tree: Tree) -> Tensor:
 class ConfidenceRecorder(Scheduler):
     """A scheduler that keeps all drafts and writes down what they say. One recorder serves one batch at a time.
 
-    All rows of the batch must begin together, as many contexts as rows: cycle t of an answer is cycle t of the batch.
+    A row that ended may take another context.
 
-    Args: rows: of a batch. cycles: most of an answer (its tokens). positions: drafts of a cycle.
+    Args: rows: of a batch. cycles: most of a batch (`most_cycles`). positions: drafts of a cycle.
     """
 
     captures = True
 
     def __init__(self, rows: int, cycles: int, positions: int, device: torch.device | str = "cpu"):
         self.logit_TBK = torch.zeros((cycles + SPARE, rows, positions), device=device)
-        # the number of the cycle, the same in all rows
-        self.turn_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        # the number of the batch's cycle, int64 [1]
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
 
     @property
     def state(self) -> list[tuple[object, str]]:
-        return [(self, "turn_B")]
+        return [(self, "turn")]
+
+    @property
+    def row_state(self) -> list[tuple[object, str]]:
+        return []  # the batch goes on counting when a row takes another context
 
     def start(self, context: Rows) -> None:
-        self.turn_B = torch.zeros_like(context.count_B)
+        self.turn = torch.zeros_like(context.count_B[:1])
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         # in place: the record outlives the batch, and a capture's trial cycles write where the first real one will
-        self.logit_TBK.index_copy_(0, self.turn_B[:1], said(tree).to(self.logit_TBK.dtype)[None])
-        self.turn_B = (self.turn_B + 1).clamp(max=len(self.logit_TBK) - 1)
+        self.logit_TBK.index_copy_(0, self.turn, said(tree).to(self.logit_TBK.dtype)[None])
+        self.turn = (self.turn + 1).clamp(max=len(self.logit_TBK) - 1)
         return None
 
     def outcomes(self, answers: list[Answer]) -> Outcomes:
         """The cycles of the latest batch, after it is decoded.
 
-        Args: answers: of all its rows.
-        Raises: ValueError where a row took a second context: its answers' rows are not known.
+        Raises: ValueError for more cycles than are recorded.
         """
-        if len(answers) > self.logit_TBK.shape[1] or any(answer.before for answer in answers):
-            raise ValueError(
-                f"recorded cycles: found {len(answers)} answers of a batch of {self.logit_TBK.shape[1]} rows, expected "
-                "one of each row: decode as many contexts at a time as there are rows"
-            )
         rows, turns, accepted, judged = [], [], [], []
-        for row, answer in enumerate(answers):
-            for turn, cycle in enumerate(answer.cycles):
+        for answer in answers:
+            for turn, cycle in enumerate(answer.cycles, start=answer.before):
                 # where an answer ended among its accepted drafts, nobody knows of those behind
                 cut = cycle.committed == cycle.accepted
-                rows.append(row)
+                rows.append(answer.row)
                 turns.append(turn)
                 accepted.append(cycle.accepted)
                 judged.append(cycle.accepted if cut else cycle.drafted)
+        if turns and max(turns) >= len(self.logit_TBK) - 1:
+            raise ValueError(
+                f"recorded cycles: found {max(turns) + 1} in the batch, {len(self.logit_TBK) - SPARE} are recorded"
+            )
         logit_SK = self.logit_TBK.cpu()[torch.tensor(turns, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)]
         return Outcomes(logit_SK, torch.tensor(accepted, dtype=torch.int64), torch.tensor(judged, dtype=torch.int64))
 
 
+def most_cycles(limits: list[int], rows: int) -> int:
+    """Cycles that a batch may take, where a row that ended takes the next context.
+
+    While contexts wait, no row stays empty for more than the one cycle that runs when its answer ends. An answer of n
+    tokens takes at most n - 1 cycles, so n with that one.
+
+    Args: limits: most tokens of every answer.
+
+    >>> most_cycles([10, 10, 4], rows=2)
+    22
+    """
+    return -(-sum(limits) // rows) + max(limits)
+
+
 def record(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], rows: int, seed: int) -> Outcomes:
-    """Decode contexts, `rows` at a time and all of these together, and return their cycles.
+    """Decode contexts, `rows` at a time, and return their cycles.
 
     The drafter must have been asked for confidence (`asked_for_confidence`).
     """
-    recorders: dict[int, ConfidenceRecorder] = {}  # the last contexts may be fewer
-    parts, limits = [], decoder.limits(contexts)
-    for begin in range(0, len(contexts), rows):
-        some, most = contexts[begin : begin + rows], limits[begin : begin + rows]
-        if len(some) not in recorders:
-            recorders[len(some)] = ConfidenceRecorder(len(some), max(limits), drafter.max_nodes, decoder.target.device)
-        recorder = recorders[len(some)]
-        decoded = decoder.run(some, drafter, most, seed + begin, scheduler=recorder)
-        parts.append(recorder.outcomes(decoded.answers))
-    return joined(parts)
+    limits, rows = decoder.limits(contexts), min(rows, len(contexts))
+    recorder = ConfidenceRecorder(rows, most_cycles(limits, rows), drafter.max_nodes, decoder.target.device)
+    decoded = decoder.run(contexts, drafter, limits, seed, rows=rows, scheduler=recorder)
+    return recorder.outcomes(decoded.answers)
 
 
 def calibrate_drafter(

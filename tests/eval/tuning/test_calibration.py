@@ -16,7 +16,6 @@ from headstart.eval.tuning.calibration import (
     ece,
     errors,
     fit_temperatures,
-    joined,
     reliability,
 )
 from headstart.heads.errors import DataError
@@ -225,8 +224,6 @@ def test_cut_cycles_count_only_as_far_as_they_are_known() -> None:
     outcomes = Outcomes(logit_SK, torch.tensor([2, 1, 0]), torch.tensor([2, 1, 2]))
     assert outcomes.known_SK.tolist() == [[True, True], [True, False], [True, True]]
     assert errors(outcomes, torch.sigmoid(logit_SK)) == pytest.approx([abs(0.5 - 2 / 3), abs(0.25 - 1 / 2)])
-    both = joined([outcomes.part(slice(0, 1)), outcomes.part(slice(1, 3))])
-    assert both.accepted_S.tolist() == [2, 1, 0]
     assert all(map(math.isfinite, [*fit_temperatures(outcomes), *logistic.fit(*vars(outcomes).values()).bias_K]))
 
 

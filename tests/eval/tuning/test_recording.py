@@ -23,7 +23,13 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import DRAFTERS, Drafter, build_drafter
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.calibration import calibrate
-from headstart.eval.tuning.recording import ConfidenceRecorder, asked_for_confidence, calibrate_drafter, record
+from headstart.eval.tuning.recording import (
+    ConfidenceRecorder,
+    asked_for_confidence,
+    calibrate_drafter,
+    most_cycles,
+    record,
+)
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.sampling import logit_of
 from headstart.heads.targets.target import Target
@@ -192,15 +198,38 @@ def test_records_of_a_run_can_be_calibrated_and_batches_do_not_mix(target: Targe
 def test_cut_cycles_know_only_what_was_accepted() -> None:
     recorder = ConfidenceRecorder(2, 3, 2)
     recorder.logit_TBK[:] = torch.arange(20.0).view(5, 2, 2)
-    answers = [Answer(cycles=[Cycle(2, 1, 2), Cycle(2, 2, 2)]), Answer(cycles=[Cycle(2, 0, 1), Cycle(0, 0, 1)])]
+    answers = [Answer(cycles=[Cycle(2, 1, 2), Cycle(2, 2, 2)]), Answer(cycles=[Cycle(2, 0, 1), Cycle(0, 0, 1)], row=1)]
     outcomes = recorder.outcomes(answers)
     assert outcomes.logit_SK.tolist() == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert outcomes.accepted_S.tolist() == [1, 2, 0, 0] and outcomes.judged_S.tolist() == [2, 2, 2, 0]
     one = recorder.outcomes([Answer(cycles=[Cycle(2, 1, 1)])])
     assert one.judged_S.tolist() == [1]
-    for wrong in ([Answer()] * 3, [Answer(before=2)]):
-        with pytest.raises(ValueError, match="expected one of each row"):
-            recorder.outcomes(wrong)
+    later = recorder.outcomes([Answer(cycles=[Cycle(2, 1, 2)], row=1, before=3)])
+    assert later.logit_SK.tolist() == [[14, 15]]
+    with pytest.raises(ValueError, match="found 5 in the batch, 3 are recorded"):
+        recorder.outcomes([Answer(cycles=[Cycle(2, 1, 2)], before=4)])
+
+
+@pytest.mark.parametrize("name", ["dspark", "eagle3", "medusa"])
+def test_rows_that_take_further_contexts_are_recorded(target: Target, trained: Heads, name: str) -> None:
+    """Two rows for seven contexts of unequal answers record what every context records alone."""
+    drafter = drafter_of(trained(name).head)
+    contexts = [[*CONTEXTS[n % 3], n, 2 * n + 1] for n in range(7)]
+    limits = [3, 17, 1, 9, 20, 2, 12]
+    decoder = Decoder(target, EvalConfig())
+    with asked_for_confidence(drafter):
+        recorder = ConfidenceRecorder(2, most_cycles(limits, 2), drafter.max_nodes)
+        answers = decoder.run(contexts, drafter, limits, 0, rows=2, scheduler=recorder).answers
+        together = recorder.outcomes(answers)
+        alone = []
+        for context, limit in zip(contexts, limits, strict=True):
+            recorder = ConfidenceRecorder(1, limit, drafter.max_nodes)
+            alone.append(recorder.outcomes(decoder.run([context], drafter, [limit], 0, scheduler=recorder).answers))
+    assert {answer.row for answer in answers} == {0, 1} and max(answer.before for answer in answers) > 3
+    accepted_S, judged_S = torch.cat([o.accepted_S for o in alone]), torch.cat([o.judged_S for o in alone])
+    assert len(accepted_S) > 25
+    assert torch.equal(together.accepted_S, accepted_S) and torch.equal(together.judged_S, judged_S)
+    torch.testing.assert_close(together.logit_SK, torch.cat([o.logit_SK for o in alone]), rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_recorded_is_refused(target: Target, trained: Heads) -> None:

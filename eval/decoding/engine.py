@@ -8,6 +8,7 @@ Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read, J t
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -144,8 +145,10 @@ class Engine:
         if self.generic is None:
             assert self.fused is not None and isinstance(self.kv, Buffers)
             if flat is not None:
-                visibility = flat.visible(visibility, self.kv.bin)
-            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids or (), last_only, flat))
+                # a cut place is padding
+                position_BM = torch.where(flat.kept_BM, visibility.position_BM, -1)
+                visibility = replace(visibility, position_BM=position_BM)
+            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids or (), last_only, flat), flat)
         extent = min(-(-reach // self.bucket) * self.bucket, self.capacity)
         return self.generic.forward(tokens_BM, visibility, extent, layer_ids, last_only)
 

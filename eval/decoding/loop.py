@@ -204,12 +204,14 @@ class Loop:
         else:
             tree = empty(engine.batch, engine.device)
         step = self.forward(tree, flat)
-        self.logits_BV = step.logits_BMV[:, 0]
+        self.logits_BV = step.roots_BV
         self.rule = rule_of(tree, self.sampling)
         if self.seeds_B is not None:
             verified = Verified(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
         else:
-            verified = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV, self.rate_K)
+            verified = verify(
+                tree, step.logits, self.sampling, self.generator, self.seen_BV, self.rate_K, step.flat
+            )
         taken = take_path(tree, roots_B, verified.path_BK, active_B, engine.length_B, engine.kv.bin)
         self.accepted = accepted = engine.take(tree, step, taken)
         self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)

@@ -1,31 +1,63 @@
 """What the target's forwards give to drafters: the result of one forward, and tokens with their features.
 
-Shape legend: B batch, M tokens of a forward, J tokens for the drafter, D hidden, k streams, V vocabulary.
+Shape legend: B batch, M tokens of a forward, F flat rows, J tokens for the drafter, D hidden, k streams, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.kernels.rows import take_rows
 
 
 @dataclass
 class Step:
-    """Result of one target forward: logits [B, M or 1, V] as the model gives them, and features of all M tokens."""
+    """Result of one target forward.
 
-    logits_BMV: Tensor
-    hidden_BMD: Tensor | None
-    streams_BMkD: Tensor | None
+    Attributes:
+        logits: as the model gives them, [B, M or 1, V]; of flat rows [F, V].
+        hidden, streams: features of all M tokens, [B, M, D] and [B, M, k, D]; of flat rows [F, D] and [F, k, D]. None
+            where they were not asked for.
+        flat: the rows that were computed, where these are not all places.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None
+    streams: Tensor | None
+    flat: FlatRows | None = None
+
+    @property
+    def roots_BV(self) -> Tensor:
+        """Logits of the first token of each row."""
+        return self.logits[:, 0] if self.flat is None else self.logits[: len(self.flat.kept_BM)]
+
+    @cached_property
+    def logits_BMV(self) -> Tensor:
+        """Logits of all places, those of cut ones not to be read. Flat rows are copied for it, as for the next two."""
+        return self._places(self.logits)
+
+    @cached_property
+    def hidden_BMD(self) -> Tensor | None:
+        return None if self.hidden is None else self._places(self.hidden)
+
+    @cached_property
+    def streams_BMkD(self) -> Tensor | None:
+        return None if self.streams is None else self._places(self.streams)
+
+    def _places(self, x: Tensor) -> Tensor:
+        return x if self.flat is None else self.flat.places(x)
 
     def rows(self, tokens_BJ: Tensor, count_B: Tensor, column_BJ: Tensor) -> Rows:
         """Tokens of this forward with their features: token j of row b stood in column `column_BJ[b, j]`."""
-        features = (None if x is None else take_rows(x, column_BJ) for x in (self.hidden_BMD, self.streams_BMkD))
+        take = take_rows if self.flat is None else self.flat.columns
+        features = (None if x is None else take(x, column_BJ) for x in (self.hidden, self.streams))
         return Rows(tokens_BJ, count_B, *features)
 
 

@@ -2,12 +2,13 @@
 
 Every verifier has two parts: a deterministic one (distributions, acceptance probabilities, residuals) and a walk that
 random draws drive. So tests can enumerate the draws and prove that the output distribution is exact.
-Shape legend: B batch, N nodes, M = N + 1 rows of the target (row 0 is the root, row n + 1 is node n), K levels,
-V vocabulary.
+Shape legend: B batch, N nodes, M = N + 1 rows of the target (row 0 is the root, row n + 1 is node n), F flat rows, K
+levels, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
 from headstart.eval.kernels.bookkeeping import synthetic_kernel, walk_kernel
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.tree import Tree
 from headstart.heads.kernels.device import wants_kernel
 
@@ -36,11 +38,12 @@ class Verified:
 
 def verify(
     tree: Tree,
-    logits_BMV: Tensor,
+    logits: Tensor,
     sampling: Sampling,
     generator: torch.Generator | None = None,
     seen_BV: Tensor | None = None,
     rate_K: Tensor | None = None,
+    flat: FlatRows | None = None,
 ) -> Verified:
     """Accept drafts by the rule that `sampling` and the tree ask for.
 
@@ -48,22 +51,23 @@ def verify(
     verification (other trees drawn from q); typical and synthetic acceptance, which are lossy.
 
     Args:
-        logits_BMV: the target's raw logits at the root and at every node.
+        logits: the target's raw logits at the root and at every node, [B, M, V]; of flat rows [F, V].
         seen_BV: bool, tokens of each context with its root; needed for a repetition penalty only.
         rate_K: `sampling.synthetic` as a float32 tensor on the device: a captured cycle cannot copy it there.
+        flat: the rows that `logits` are of, where these are not all places; cut nodes must be invalid in the tree.
     """
     seen_BMV = seen_tokens(tree, seen_BV) if seen_BV is not None and sampling.penalises else None
     if sampling.synthetic is not None:
         if sampling.greedy:
-            choice_BM = best(logits_BMV, sampling, seen_BMV)
+            choice_BM = _everywhere(best, logits, sampling, seen_BMV, flat)
         else:
-            choice_BM = draw(probabilities(logits_BMV, sampling, seen_BMV), generator)
+            choice_BM = draw(_everywhere(probabilities, logits, sampling, seen_BMV, flat), generator)
         if rate_K is None:
             rate_K = torch.tensor(sampling.synthetic, device=choice_BM.device)
         return synthetic(tree, choice_BM, rate_K, generator)
     if sampling.greedy:
-        return walk_choices(tree, best(logits_BMV, sampling, seen_BMV))
-    p_BMV = probabilities(logits_BMV, sampling, seen_BMV)
+        return walk_choices(tree, _everywhere(best, logits, sampling, seen_BMV, flat))
+    p_BMV = _everywhere(probabilities, logits, sampling, seen_BMV, flat)
     if sampling.typical is not None:
         return typical(tree, p_BMV, draw(p_BMV, generator), *sampling.typical)
     if tree.q_BNV is None:
@@ -77,6 +81,21 @@ def verify(
     end_B, path_BK, accepted_B = walk_accepted(tree, uniform_BN < ratio_BN)
     last_BV = residual_BMV[torch.arange(end_B.shape[0], device=end_B.device), end_B]
     return Verified(path_BK, accepted_B, draw(last_BV, generator))
+
+
+def _everywhere(
+    make: Callable[[Tensor, Sampling, Tensor | None], Tensor],
+    logits: Tensor,
+    sampling: Sampling,
+    seen_BMV: Tensor | None,
+    flat: FlatRows | None,
+) -> Tensor:
+    """What `make` gives for the logits of every place, [B, M, …]. Flat rows are spread as late as can be."""
+    if flat is None:
+        return make(logits, sampling, seen_BMV)
+    if seen_BMV is None:
+        return flat.places(make(logits, sampling, None))
+    return make(flat.places(logits), sampling, seen_BMV)
 
 
 def rule_of(tree: Tree, sampling: Sampling) -> str | None:

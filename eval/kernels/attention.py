@@ -3,7 +3,8 @@
 On CUDA a Triton kernel works on parts of the context side by side (flash decoding), and a second one merges the parts.
 The eager twin builds the whole mask. Lengths are read on the device, so that one captured graph serves every context
 length.
-Shape legend: B batch, M tokens of a forward, R = B · M, h query heads, g kv heads, d head dim, S slots.
+Shape legend: B batch, M tokens of a forward, R = B · M places, or flat rows, h query heads, g kv heads, d head dim,
+S slots.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.kernels.launch import LINE_BYTES, await_previous, launch, launch_options, prefetch, tl, triton
 from headstart.heads.kernels.device import wants_kernel
 
@@ -105,8 +107,22 @@ def visible_slots(visibility: Visibility, window: int | None, slots: int) -> Ten
     return seen if window is None else seen & (distance_BMS < window)
 
 
-def attend_eager(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape) -> Tensor:
-    """Queries [R, h, d] against buffers [B, g, S, d] → context [R, h, d]. Softmax in float32 (float64 stays)."""
+def attend_eager(
+    q_Rhd: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visibility: Visibility,
+    shape: AttendShape,
+    flat: FlatRows | None = None,
+) -> Tensor:
+    """Queries [R, h, d] against buffers [B, g, S, d] → context [R, h, d]. Softmax in float32 (float64 stays).
+
+    Args: flat: queries and context are of these rows alone. Cut places must be padding in `visibility`; the context of
+        rows that are left over is 0.
+    """
+    if flat is not None:
+        context_Rhd = attend_eager(flat.spread(q_Rhd), keys, values, visibility, shape)
+        return flat.gather(context_Rhd).masked_fill(~flat.used_F()[:, None, None], 0)
     batch, count = visibility.position_BM.shape
     kv_heads, slots, d = keys.shape[1:]
     wide = torch.promote_types(q_Rhd.dtype, torch.float32)
@@ -130,12 +146,18 @@ def attend_eager(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibi
 
 
 def attend(
-    q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape, ahead: Ahead | None = None
+    q_Rhd: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visibility: Visibility,
+    shape: AttendShape,
+    ahead: Ahead | None = None,
+    flat: FlatRows | None = None,
 ) -> Tensor:
     """As attend_eager. Args: ahead: weights to fetch into the cache meanwhile, where the card can."""
     if not wants_kernel(q_Rhd):
-        return attend_eager(q_Rhd, keys, values, visibility, shape)
-    return attend_kernel(q_Rhd, keys, values, visibility, shape, ahead=ahead)
+        return attend_eager(q_Rhd, keys, values, visibility, shape, flat)
+    return attend_kernel(q_Rhd, keys, values, visibility, shape, ahead=ahead, flat=flat)
 
 
 def attend_kernel(
@@ -146,6 +168,7 @@ def attend_kernel(
     shape: AttendShape,
     splits: int | None = None,
     ahead: Ahead | None = None,
+    flat: FlatRows | None = None,
 ) -> Tensor:
     """Split-KV attention. Args: splits: parts that the context is cut into; None: as many as fill the card."""
     batch, count = visibility.position_BM.shape
@@ -164,6 +187,9 @@ def attend_kernel(
             block_slots = BLOCK_SLOTS // 2
         splits = min(splits, triton.cdiv(capacity, block_slots))
     out = torch.empty_like(q_Rhd)
+    if flat is not None and rows > batch * count:
+        # a program clears no row but those that are as many as the places
+        out = torch.zeros_like(q_Rhd)
     partial = stats = out
     if splits > 1:
         partial = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=out.device)
@@ -172,25 +198,29 @@ def attend_kernel(
     if shape.window is not None:
         visibility.check_window()
     sinks = shape.sinks_h
+    # of None Triton makes no argument
+    maps = (None, None) if flat is None else (flat.place_F, flat.row_R)
     options = launch_options(out.device)
     per_row, elements = ahead.lines() if ahead is not None and options["OVERLAP"] else (0, 1)
     following = ahead.weight_NK if ahead is not None else out
     launch(_attend_kernel, (splits, batch * kv_heads, tiles),
         q_Rhd, keys, values, visibility.position_BM, visibility.base_B,
         visibility.base_B if tree is None else tree.view(torch.uint8), out if sinks is None else sinks,
-        partial, stats, out, count, count if tree is None else tree.shape[2], rows, splits,
+        partial, stats, out, *maps, count, count if tree is None else tree.shape[2], rows, splits,
         shape.scale, shape.softcap or 0.0, shape.window or 0,
         keys.stride(0), keys.stride(1), keys.stride(2), following, following.shape[0] * per_row, max(per_row, 1),
         following.stride(0), LINE=elements, AHEAD=per_row > 0,
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=block_slots,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1, SINGLE=splits * block_slots >= capacity,
+        FLAT=flat is not None,
         num_warps=8 if d > 128 or block_rows * d > BLOCK_ROWS * 64 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
         launch(_merge_kernel, (rows, heads),
-            partial, stats, out if sinks is None else sinks, out, rows, splits,
+            partial, stats, out if sinks is None else sinks, out, *maps, rows, splits,
             H=heads, D=d, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits), SINKS=sinks is not None,
+            FLAT=flat is not None,
             num_warps=1, **options,
         )  # fmt: skip
     return out
@@ -253,15 +283,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["tokens", "width", "rows", "splits"])
     def _attend_kernel(
-        q, keys, values, position, base, tree, sinks, partial, stats, out,
+        q, keys, values, position, base, tree, sinks, partial, stats, out, place_of, row_of,
         tokens, width, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
         following, lines, per_row, stride_row, LINE: tl.constexpr, AHEAD: tl.constexpr,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
         TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-        SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
+        SINGLE: tl.constexpr, FLAT: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One part of the context for one tile of (tokens × heads that share a kv head). SINGLE: no part is longer than
-        a block."""
+        a block. FLAT: the query of a place, and its context, are row `row_of[place]`; cut places write nothing."""
         if AHEAD:
             # every program asks for its share of the next product's weights
             program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
@@ -282,6 +312,11 @@ if triton is not None:
         row = batch * tokens + token
         channel = tl.arange(0, BD)
         at = tl.load(position + row, mask=real, other=-1).to(tl.int32)
+        written = real
+        if FLAT:
+            own_row = row
+            row = tl.load(row_of + row, mask=real, other=0)
+            written = at >= 0
         query = tl.load(
             q + (row * H + head)[:, None] * D + channel[None, :],
             mask=real[:, None] & (channel < D)[None, :], other=0.0,
@@ -322,12 +357,12 @@ if triton is not None:
                     at, real, alive, scale, softcap, window, stride_s, D, BD, BS, True, TREE, WINDOW, SOFTCAP,
                 )  # fmt: skip
         place = (row * H + head)[:, None] * D + channel[None, :]
-        stored = real[:, None] & (channel < D)[None, :]
+        stored = written[:, None] & (channel < D)[None, :]
         if SPLIT:
             ahead = split.to(tl.int64) * rows * H
             tl.store(partial + ahead * D + place, context, mask=stored)
-            tl.store(stats + (ahead + row * H + head) * 2, peak, mask=real)
-            tl.store(stats + (ahead + row * H + head) * 2 + 1, total, mask=real)
+            tl.store(stats + (ahead + row * H + head) * 2, peak, mask=written)
+            tl.store(stats + (ahead + row * H + head) * 2 + 1, total, mask=written)
         else:
             if SINKS:
                 sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
@@ -337,14 +372,23 @@ if triton is not None:
                 context = context * shrink[:, None]
             context = context / tl.maximum(total, 1e-30)[:, None]
             tl.store(out + place, context.to(out.dtype.element_ty), mask=stored)
+            if FLAT:
+                # there are as many places as rows, or more: each looks after the row of its own number
+                there = real & (own_row < rows)
+                stands_for = tl.load(place_of + own_row, mask=there, other=0)
+                left_over = there & (tl.load(row_of + stands_for, mask=there, other=0) != own_row)
+                place = (own_row * H + head)[:, None] * D + channel[None, :]
+                cleared = left_over[:, None] & (channel < D)[None, :]
+                tl.store(out + place, tl.zeros((BR, BD), out.dtype.element_ty), mask=cleared)
 
     @triton.jit(do_not_specialize=["rows", "splits"])
     def _merge_kernel(
-        partial, stats, sinks, out, rows, splits,
+        partial, stats, sinks, out, place_of, row_of, rows, splits,
         H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,
-        OVERLAP: tl.constexpr,
+        FLAT: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """Weigh the parts of one row and head by their shares of the softmax."""
+        """Weigh the parts of one row and head by their shares of the softmax. FLAT: rows that are left over have none,
+        and become 0."""
         await_previous(OVERLAP)
         place = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
         channel = tl.arange(0, BD)
@@ -366,4 +410,7 @@ if triton is not None:
         if SINKS:
             whole += tl.exp(sink - safe)
         merged = tl.sum(context * share[:, None], 0) / tl.maximum(whole, 1e-30)
+        if FLAT:
+            row = tl.program_id(0)
+            merged = tl.where(tl.load(row_of + tl.load(place_of + row)) == row, merged, 0.0)
         tl.store(out + place * D + channel, merged.to(out.dtype.element_ty), mask=channel < D)

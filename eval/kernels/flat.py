@@ -7,12 +7,11 @@ Shape legend: B batch, N nodes, M = N + 1, R = B · M places, F flat rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.kernels.rows import take_rows
 from headstart.heads.kernels.device import wants_kernel
@@ -28,8 +27,10 @@ class FlatRows:
     """Which place each flat row stands for.
 
     Attributes:
-        place_F: int64, b · M + m. Rows that are left over repeat place 0, and nothing reads their results.
-        row_R: int64, the flat row of each place; of a cut place row 0, whose result is not to be read.
+        place_F: int64, b · M + m. The first B are the roots'. Rows that are left over repeat place 0; nothing reads
+            their results, which must be numbers all the same.
+        row_R: int64, the flat row of each place; of a cut place row 0, whose result is not to be read. So row f stands
+            for a place if `row_R[place_F[f]] == f`, and is left over otherwise.
         kept_BM: bool, places that have a row.
     """
 
@@ -45,13 +46,22 @@ class FlatRows:
         """Values of the flat rows [F, …] → [R, …]; cut places get those of row 0."""
         return take_rows(x_F[None], self.row_R[None])[0]
 
-    def visible(self, visibility: Visibility, bin: int) -> Visibility:
-        """Cut places become padding: they see nothing, and are written to the bin."""
-        return replace(
-            visibility,
-            position_BM=torch.where(self.kept_BM, visibility.position_BM, -1),
-            write_BM=torch.where(self.kept_BM, visibility.write_BM, bin),
-        )
+    def places(self, x_F: Tensor) -> Tensor:
+        """As `spread`, [B, M, …]."""
+        return self.spread(x_F).unflatten(0, self.kept_BM.shape)
+
+    def columns(self, x_F: Tensor, column_BJ: Tensor) -> Tensor:
+        """Values of the flat rows [F, …] at some columns of each sequence: [B, J, …]."""
+        row_BJ = self.row_R.view(self.kept_BM.shape).gather(1, column_BJ)
+        return take_rows(x_F[None], row_BJ.view(1, -1))[0].unflatten(0, row_BJ.shape)
+
+    def source_F(self) -> Tensor:
+        """int64, each row itself; of a row that is left over the row of place 0, which it repeats."""
+        return self.row_R[self.place_F]
+
+    def used_F(self) -> Tensor:
+        """bool, rows that stand for a place."""
+        return self.source_F() == torch.arange(len(self.place_F), device=self.place_F.device)
 
 
 def cut(log_reach_BN: Tensor, valid_BN: Tensor, rows: int) -> FlatRows:

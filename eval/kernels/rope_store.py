@@ -1,8 +1,8 @@
 """Norm and rotary embedding of queries and keys, and the store into the KV buffers: one kernel on CUDA, with its eager
 twin.
 
-Shape legend: R rows (B · M), B batch, M tokens of a forward, h query heads, g kv heads, d head dim, S slots of a KV
-buffer, W rotary channels, T positions of a rotary table.
+Shape legend: R rows (B · M, or flat rows), B batch, M tokens of a forward, h query heads, g kv heads, d head dim, S
+slots of a KV buffer, W rotary channels, T positions of a rotary table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.eval.kernels.flat import FlatRows
 from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.kernels.norm import NormWeights, norm_eager
 from headstart.heads.kernels.device import wants_kernel
@@ -105,6 +106,7 @@ def rope_store_eager(
     values: Tensor,
     write_BM: Tensor,
     position_BM: Tensor | None = None,
+    flat: FlatRows | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values into their buffers.
 
@@ -113,10 +115,12 @@ def rope_store_eager(
         cos_RW, sin_RW: rotary tables of the rows, read as `shape` says. With `position_BM` they are [T, W], of all
             positions: each row takes its own, padding (negative) the first.
         keys, values: [B, g, S, d], written at slots `write_BM`.
-    Returns: queries [R, h, d].
+        flat: `qkv_RC` holds these rows alone, and so do tables without `position_BM`. Cut places are not written.
+    Returns: queries [R, h, d], or of the flat rows.
     """
     if position_BM is not None:
         at_R = position_BM.clamp(min=0).flatten()
+        at_R = at_R if flat is None else at_R[flat.place_F]
         cos_RW, sin_RW = cos_RW[at_R], sin_RW[at_R]
     q, k, v = split_heads(qkv_RC, shape)
     if not shape.norm_last:
@@ -124,6 +128,12 @@ def rope_store_eager(
     q, k = rotate_channels_eager(q, cos_RW, sin_RW, shape), rotate_channels_eager(k, cos_RW, sin_RW, shape)
     if shape.norm_last:
         q, k = _normed(q, k, shape)
+    if flat is not None:
+        # rows that are left over write once more what place 0 wrote
+        batch_F, write_F = flat.place_F // write_BM.shape[1], write_BM.flatten()[flat.place_F]
+        source_F = flat.source_F()
+        keys[batch_F, :, write_F], values[batch_F, :, write_F] = k[source_F], v[source_F]
+        return q.contiguous()
     batch = torch.arange(write_BM.shape[0], device=write_BM.device)[:, None]
     keys[batch, :, write_BM] = k.unflatten(0, write_BM.shape)
     values[batch, :, write_BM] = v.unflatten(0, write_BM.shape)
@@ -139,10 +149,11 @@ def rope_store(
     values: Tensor,
     write_BM: Tensor,
     position_BM: Tensor | None = None,
+    flat: FlatRows | None = None,
 ) -> Tensor:
     """As rope_store_eager."""
     run = rope_store_kernel if wants_kernel(qkv_RC) else rope_store_eager
-    return run(qkv_RC, cos_RW, sin_RW, shape, keys, values, write_BM, position_BM)
+    return run(qkv_RC, cos_RW, sin_RW, shape, keys, values, write_BM, position_BM, flat)
 
 
 def rope_store_kernel(
@@ -154,6 +165,7 @@ def rope_store_kernel(
     values: Tensor,
     write_BM: Tensor,
     position_BM: Tensor | None = None,
+    flat: FlatRows | None = None,
 ) -> Tensor:
     rows, h, g, d = qkv_RC.shape[0], shape.heads, shape.kv_heads, shape.head_dim
     all_heads = shape.norms_all_heads
@@ -163,13 +175,16 @@ def rope_store_kernel(
     # without norms the kernel gets factors that it does not read
     q_norm, k_norm = shape.norms or (NormWeights(qkv_RC, 0.0),) * 2
     at = write_BM if position_BM is None else position_BM
+    # of None Triton makes no argument
+    maps = (None, None) if flat is None else (flat.place_F, flat.row_R)
     launch(_rope_store_kernel, (rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM)),
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_norm.factor_D, k_norm.factor_D, q_Rhd, keys, values,
-        write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
-        keys.stride(2), shape.rotary_width(cos_RW.shape[-1]) // 2, cos_RW.shape[-1], q_norm.eps, k_norm.eps,
+        write_BM.contiguous(), at.contiguous(), *maps, write_BM.shape[1], qkv_RC.stride(0), keys.stride(0),
+        keys.stride(1), keys.stride(2), shape.rotary_width(cos_RW.shape[-1]) // 2, cos_RW.shape[-1],
+        q_norm.eps, k_norm.eps,
         H=h, G=g, D=d, HB=HEADS_PER_PROGRAM, BLOCK=triton.next_power_of_2(d), NORM=shape.norms is not None,
         TABLE=position_BM is not None, NORM_LAST=shape.norm_last, ALL=triton.next_power_of_2(h * d) if all_heads else 0,
-        PAIRS=shape.rotation == "pairs", BY_ANGLE=shape.by_angle, GROUPED=shape.grouped,
+        PAIRS=shape.rotation == "pairs", BY_ANGLE=shape.by_angle, GROUPED=shape.grouped, FLAT=flat is not None,
         num_warps=HEADS_PER_PROGRAM, **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
@@ -179,15 +194,16 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["tokens"])
     def _rope_store_kernel(
-        qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position,
+        qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position, place_of, row_of,
         tokens, stride_row, stride_b, stride_g, stride_s, half, entries, q_eps, k_eps,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
         TABLE: tl.constexpr, NORM_LAST: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, BY_ANGLE: tl.constexpr,
-        GROUPED: tl.constexpr, OVERLAP: tl.constexpr,
+        GROUPED: tl.constexpr, FLAT: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """HB heads of one row: heads 0 … H-1 are queries, then G keys, then G values.
 
-        ALL > 0: the norms are over all heads; every program then reads the whole row.
+        ALL > 0: the norms are over all heads; every program then reads the whole row. FLAT: row `row` stands for place
+        `place_of[row]`, unless another row does (`row_of`): then it stores no key.
         """
         row = tl.program_id(0).to(tl.int64)
         head = (tl.program_id(1) * HB + tl.arange(0, HB))[:, None]
@@ -215,8 +231,12 @@ if triton is not None:
                     q_factor + q_first + partner, mask=kept & turned & (head < H), other=0.0
                 ) + tl.load(k_factor + k_first + partner, mask=kept & turned & (head >= H), other=0.0)
         await_previous(OVERLAP)
-        batch = row // tokens
-        slot = tl.load(write + row)
+        place = row
+        if FLAT:
+            place = tl.load(place_of + row)
+            used = tl.load(row_of + place) == row
+        batch = place // tokens
+        slot = tl.load(write + place)
         place_in_row = head
         if GROUPED:
             A: tl.constexpr = H // G
@@ -232,7 +252,7 @@ if triton is not None:
         other = tl.load(source + partner, mask=inside & turned, other=0.0).to(tl.float32)
         angle = row
         if TABLE:
-            angle = tl.maximum(tl.load(position + row), 0)
+            angle = tl.maximum(tl.load(position + place), 0)
         entry = channel
         if BY_ANGLE:
             if PAIRS:
@@ -262,8 +282,12 @@ if triton is not None:
             scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / D + tl.where(head < H, q_eps, k_eps))
             rotated = (value * scale * own_factor).to(q_out.dtype.element_ty)
         tl.store(q_out + (row * H + head) * D + channel, rotated, mask=inside & (head < H))
-        place = batch * stride_b + slot * stride_s + channel
+        spot = batch * stride_b + slot * stride_s + channel
         is_key = inside & (head >= H) & (head < H + G)
-        tl.store(keys + place + (head - H) * stride_g, rotated.to(keys.dtype.element_ty), mask=is_key)
+        if FLAT:
+            is_key = is_key & used
+        tl.store(keys + spot + (head - H) * stride_g, rotated.to(keys.dtype.element_ty), mask=is_key)
         is_value = inside & (head >= H + G)
-        tl.store(values + place + (head - H - G) * stride_g, own, mask=is_value)
+        if FLAT:
+            is_value = is_value & used
+        tl.store(values + spot + (head - H - G) * stride_g, own, mask=is_value)

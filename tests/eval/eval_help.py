@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,16 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     noise = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=noise).to(DEVICE, dtype)
+
+
+@contextmanager
+def memory_of_nan() -> Iterator[None]:
+    """While open, tensors that are made empty hold NaN, so that what a kernel leaves out is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def run(

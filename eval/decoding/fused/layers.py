@@ -7,7 +7,7 @@ Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, h query
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Pass:
     Attributes:
         stream_BMD: output of the latest layer.
         made: (norm, its result [R, D] on `stream_BMD`), where the latest layer computed the next layer's norm as well.
-        flat: where the layers run on flat rows; their attention still runs on all places of `visibility`.
+        flat: the rows that the layers run on, where these are not all places of `visibility`.
     """
 
     visibility: Visibility
@@ -116,17 +116,13 @@ class Pass:
     stream_BMD: Tensor | None = None
     made: tuple[NormWeights, Tensor] | None = None
     flat: FlatRows | None = None
-    _spread: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def table(self, table: Tensor) -> Tensor:
-        """A rotary table [B or 1, M, W], or of flat rows, as one row per place [R, W]."""
+        """A rotary table [B or 1, M, W], or [1, F, W] of flat rows, as one row per row of the layers."""
+        if self.flat is not None:
+            return table.expand(1, len(self.flat.place_F), -1)[0]
         batch, count = self.visibility.position_BM.shape
-        if self.flat is None:
-            return table.expand(batch, count, -1).reshape(batch * count, -1)
-        # all layers get the same few tables, and an id is one table's while it is held here
-        if id(table) not in self._spread:
-            self._spread[id(table)] = table, self.flat.spread(table.flatten(0, 1))
-        return self._spread[id(table)][1]
+        return table.expand(batch, count, -1).reshape(batch * count, -1)
 
     def norm(self, x_BMD: Tensor, norm: NormWeights) -> Tensor:
         """[R, D]: the input norm of a layer, or the final norm. Nothing may change a layer's output in place."""
@@ -156,12 +152,12 @@ class FusedAttention:
         """Rows [R, D] → what each sees [R, h · d]. Args: tables: cos and sin, [B or 1, M, W]."""
         visibility, keys, values = run.visibility, run.buffers.keys[index], run.buffers.values[index]
         rows, flat = x_RD.shape[0], run.flat
-        qkv_RC = self.qkv(x_RD) if flat is None else flat.spread(self.qkv(x_RD))
+        qkv_RC = self.qkv(x_RD)
         cos_RW, sin_RW = (run.table(table) for table in tables)
-        q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, visibility.write_BM)
+        q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, visibility.write_BM, flat=flat)
         prefetch = self.prefetch_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
-        seen_RC = attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, prefetch)).flatten(1)
-        return seen_RC if flat is None else flat.gather(seen_RC)
+        ahead = Ahead(self.out.weight_NK, prefetch)
+        return attend(q_Rhd, keys, values, visibility, self.shape, ahead, flat).flatten(1)
 
 
 class FusedLayer(nn.Module):

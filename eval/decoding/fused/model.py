@@ -241,8 +241,8 @@ class FusedModel:
         """One pass: writes keys and values, returns (logits [B, M or 1, V], hidden [B, M, D] post-norm,
         streams [B, M, k, D] or None).
 
-        Args: flat: all but attention runs on these rows alone. Cut places must be padding in `visibility`; their
-            results are not to be read.
+        Args: flat: only these rows are computed, and the results are theirs: [F, V], [F, D], [F, k, D]. Cut places must
+            be padding in `visibility`.
         """
         if flat is not None:
             return self._flat_forward(tokens_BM, visibility, buffers, layer_ids, flat)
@@ -255,11 +255,7 @@ class FusedModel:
         tokens_1F, position_1F = (x.flatten()[flat.place_F][None] for x in (tokens_BM, visibility.position_BM))
         run = Pass(visibility, buffers, flat=flat)
         logits, hidden, streams = self._run(tokens_1F, position_1F, run, layer_ids, last_only=False)
-
-        def places(x_1F: Tensor) -> Tensor:
-            return flat.spread(x_1F[0]).unflatten(0, tokens_BM.shape)
-
-        return places(logits), places(hidden), None if streams is None else places(streams)
+        return logits[0], hidden[0], None if streams is None else streams[0]
 
     def _run(
         self, tokens_BM: Tensor, position_BM: Tensor, run: Pass, layer_ids: tuple[int, ...], last_only: bool

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from eval_help import DEVICE, KERNEL_DTYPES, close, needs_kernels, random
+from eval_help import DEVICE, KERNEL_DTYPES, close, memory_of_nan, needs_kernels, random
 
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend_eager, attend_kernel
+from headstart.eval.kernels.flat import flatten
 
 pytest.importorskip("triton")
 pytestmark = needs_kernels
@@ -81,6 +84,37 @@ def test_attention_to_nodes_of_earlier_forwards(splits: int) -> None:
     close(attend_kernel(q, keys, values, visibility, AttendShape(0.3), splits), expected)
     with pytest.raises(ValueError, match="square tree mask"):
         attend_kernel(q, keys, values, visibility, AttendShape(0.3, window=4), splits)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rows", [2, 6, 9, 14, 17])
+@pytest.mark.parametrize(("window", "sinks", "tree"), [(None, True, True), (3, False, True), (None, True, False)])
+def test_attention_of_flat_rows(
+    window: int, sinks: bool, tree: bool, rows: int, splits: int, dtype: torch.dtype
+) -> None:
+    """Kept places get what they get among all places; rows that are left over are 0, and nothing else is written."""
+    # three nodes are missing in one sequence, one in the other: 10 places at most
+    valid = torch.tensor([[1, 0, 1, 0, 0, 1], [1, 1, 1, 1, 1, 0]], dtype=torch.bool, device=DEVICE)
+    flat = flatten(valid, rows)
+    given = tree_visibility([150, 3])
+    if not tree:
+        given = Visibility(given.write_BM, given.write_BM, given.base_B)
+    visibility = replace(given, position_BM=torch.where(flat.kept_BM, given.position_BM, -1))
+    heads, kv_heads, width = 4, 2, 24
+    q_Rhd = random(2 * len(PARENT), heads, width, dtype=dtype)
+    keys, values = (random(2, kv_heads, 200, width, dtype=dtype, seed=n) for n in (1, 2))
+    shape = AttendShape(0.3, window, None, random(heads, seed=3) if sinks else None)
+    whole = attend_eager(q_Rhd, keys, values, visibility, shape)
+    expected = attend_eager(flat.gather(q_Rhd), keys, values, visibility, shape, flat)
+    with memory_of_nan():
+        found = attend_kernel(flat.gather(q_Rhd), keys, values, visibility, shape, splits, flat=flat)
+    close(found, expected)
+    used_F = torch.arange(rows, device=DEVICE) < min(rows, 10)
+    close(found[used_F], whole[flat.place_F[used_F]])
+    assert not found[~used_F].any() and not expected[~used_F].any()
+    of_places = attend_kernel(q_Rhd, keys, values, visibility, shape, splits)
+    assert torch.equal(found[used_F], of_places[flat.place_F[used_F]])
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 from eval_help import DEVICE, KERNEL_DTYPES, KERNELS_RUN, close, needs_kernels, random
 
+from headstart.eval.kernels.flat import flatten
 from headstart.eval.kernels.norm import NormWeights
 from headstart.eval.kernels.rope_store import RopeStore, rope_store_eager, rope_store_kernel
 
@@ -50,6 +51,36 @@ def test_rope_store_by_position(dtype: torch.dtype) -> None:
     close(found[0], expected[0])
     rows = [4, 11, 0, 0, 1, 4]
     close(found[0], rope_keys(qkv, cos[rows], sin[rows], shape, write))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("rows", [2, 4, 5, 9])
+def test_rope_store_of_flat_rows(rows: int, by_position: bool, dtype: torch.dtype) -> None:
+    """Kept places are written as among all places, cut ones not at all. Rows that are left over write nothing else."""
+    write, position = (torch.tensor(x, device=DEVICE) for x in ([[0, 3, 8], [1, 2, 5]], [[4, 11, 5], [0, 1, 4]]))
+    flat = flatten(torch.tensor([[False, True], [True, True]], device=DEVICE), rows)
+    kept = min(rows, 5)
+    shape, qkv = RopeStore(4, 2, 16), random(6, 8 * 16, dtype=dtype)
+    cos, sin = (torch.cat([random(12, 8, dtype=dtype, seed=n)] * 2, 1) for n in (3, 4))
+    tables = [cos, sin] if by_position else [table[position.flatten()] for table in (cos, sin)]
+    of_rows = tables if by_position else [flat.gather(table) for table in tables]
+    at = position if by_position else None
+    given = flat.gather(qkv)
+    # rows that are left over hold something else than the row of place 0
+    given[kept:] += 1
+    whole, found, eager = ([torch.full((2, 2, 9, 16), 7.0, dtype=dtype, device=DEVICE) for _ in "kv"] for _ in range(3))
+    queries = rope_store_eager(qkv, *tables, shape, *whole, write, at)
+    q_eager = rope_store_eager(given, *of_rows, shape, *eager, write, at, flat)
+    close(q_eager[:kept], queries[flat.place_F[:kept]])
+    for part, expected in zip(eager, whole, strict=True):
+        for b, m in flat.kept_BM.nonzero().tolist():
+            close(part[b, :, write[b, m]], expected[b, :, write[b, m]])
+        assert int((part != 7).any(-1).sum()) == 2 * kept
+    if KERNELS_RUN:
+        close(rope_store_kernel(given, *of_rows, shape, *found, write, at, flat), q_eager)
+        close(found[0], eager[0])
+        assert torch.equal(found[1], eager[1])
 
 
 #: what the layers of architectures do otherwise than Llama's

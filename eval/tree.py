@@ -45,9 +45,9 @@ class Tree:
         score_BN: how sure the draft is of each node, or None. Dynamic trees and trees over marginals give the
             cumulative log-probability that they chose their nodes by; it is never above the parent's.
         confidence_BN: float32, logit of the probability that a node is accepted if its ancestors are, as the draft says
-            it: of a confidence head, else of the largest probability that any token had at this node. It does not
-            depend on the token that was drawn there, so a scheduler may choose by it. None where it was not asked
-            (drafter.ConfidentDrafter) or where the drafter has none.
+            it: of a confidence head, else its own probability of the token. Where tokens are drawn, that is the
+            largest probability of any token, which does not tell what was drawn, so a scheduler may choose by it. None
+            where it was not asked (drafter.ConfidentDrafter) or where the drafter has none.
     """
 
     tokens_BN: Tensor
@@ -130,7 +130,11 @@ class StaticShape:
 
     def fill(self, candidates_BKR: Tensor) -> Tree:
         """The tree with tokens from the top-R candidates of K heads."""
-        return self.tree(candidates_BKR[:, self.depth_N - 1, self.rank_N])
+        return self.tree(self.of_nodes(candidates_BKR))
+
+    def of_nodes(self, candidates_BKR: Tensor) -> Tensor:
+        """What belongs to each node's candidate, [B, N]."""
+        return candidates_BKR[:, self.depth_N - 1, self.rank_N]
 
     def tree(self, tokens_BN: Tensor) -> Tree:
         """The tree with these tokens."""

@@ -85,7 +85,9 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class ConfidentDrafter(Protocol):
-    """What a drafter has besides if it can say how sure it is of the drafts of a chain (`Tree.confidence_BN`).
+    """What a drafter has besides if it can say how sure it is of its drafts (`Tree.confidence_BN`).
+
+    It says that of chains and static trees. Other trees have scores (`Tree.score_BN`).
 
     Attributes:
         says_confidence: whether it does; False unless somebody asks. What is drafted is the same. Captured cycles keep

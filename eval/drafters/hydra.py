@@ -41,7 +41,7 @@ from headstart.eval.drafters.layer import (
 )
 from headstart.eval.kernels.add_silu import add_silu
 from headstart.eval.kernels.attention import Visibility
-from headstart.eval.kernels.candidates import Growth, seen_along, top_ids
+from headstart.eval.kernels.candidates import Growth, seen_along, top_ids, top_log_p
 from headstart.eval.kernels.extend_input import extend_input
 from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.line_up import line_up
@@ -50,6 +50,7 @@ from headstart.eval.kernels.norm import apply_norm
 from headstart.eval.tree import StaticShape, Tree, chain, drafted_shape
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.hydra.head import HydraHead
+from headstart.heads.sampling import logit_of
 
 
 class DepthPass:
@@ -356,14 +357,21 @@ class HydraDrafter:
         """The candidates of each parent that the tree's paths name."""
         seen_BPV = None if self.seen_BV is None else self.seen_BV[:, None]
         tokens: list[Tensor] = []
+        log_ps: list[Tensor] = []
         for step, level in zip(self.passes, self._levels, strict=True):
-            found_BPR = top_ids(penalise(step(x_BPC), self.sampling, seen_BPV), level.ranks)
+            logits_BPV = penalise(step(x_BPC), self.sampling, seen_BPV)
+            if self.says_confidence:
+                log_p_BPR, found_BPR = top_log_p(logits_BPV, level.ranks)
+                log_ps.append(log_p_BPR.flatten(1).index_select(1, level.child_N))
+            else:
+                found_BPR = top_ids(logits_BPV, level.ranks)
             tokens.append(found_BPR.flatten(1).index_select(1, level.child_N))
             if len(tokens) < self.depth:
                 expanded_BP = tokens[-1].index_select(1, level.expand_P)
                 x_BPC = self._extend(x_BPC, expanded_BP, level.under_BP)
                 seen_BPV = None if seen_BPV is None else seen_along(seen_BPV, level.under_BP, expanded_BP)
-        return replace(self._tree, tokens_BN=torch.cat(tokens, 1))
+        confidence_BN = logit_of(torch.cat(log_ps, 1).exp()).float() if log_ps else None
+        return replace(self._tree, tokens_BN=torch.cat(tokens, 1), confidence_BN=confidence_BN)
 
     def _dynamic(self, x_BPC: Tensor) -> Tree:
         """EAGLE-2's tree (methods §3): expand the k best nodes of each level, then keep the best of all candidates."""

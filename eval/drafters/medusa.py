@@ -13,12 +13,13 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, penalise
 from headstart.eval.drafters.independent import choose_each
-from headstart.eval.kernels.candidates import top_ids
+from headstart.eval.kernels.candidates import top_ids, top_log_p
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.marginals import drafted_marginals
 from headstart.eval.tree import Tree, chain, drafted_shape
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.medusa.head import MedusaHead
+from headstart.heads.sampling import logit_of
 
 
 class MedusaDrafter:
@@ -85,7 +86,10 @@ class MedusaDrafter:
         if self.marginals is not None:
             return self.marginals.tree(self.marginals.marginals(logits_BKV), None)
         assert self.shape is not None
-        return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))
+        if not self.says_confidence:
+            return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))
+        log_p_BKR, ids_BKR = top_log_p(logits_BKV, self.shape.ranks)
+        return replace(self.shape.fill(ids_BKR), confidence_BN=logit_of(self.shape.of_nodes(log_p_BKR).exp()).float())
 
     def chain_of(self, logits_BKV: Tensor, generator: torch.Generator | None) -> Tree:
         """The chain of one token per depth that these logits [B, K, V] draft."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from eval_help import DEVICE, needs_kernels
+from torch import Tensor
 
+import headstart.eval.kernels.argmax
 from headstart.eval.kernels.argmax import (
     argmax,
     argmax_eager,
@@ -61,6 +65,20 @@ def test_the_best_token_with_its_logit(size: int, dtype: torch.dtype) -> None:
     if 2 < size < 4096:
         others = naive[torch.arange(size, device=DEVICE) != int(row.argmax())].sum()
         assert float(logit[2]) == pytest.approx(float(naive.max().log() - others.log()), abs=1e-4)
+
+
+@pytest.mark.parametrize("run", [argmax_kernel, argmax_with_logit_kernel])
+def test_the_logit_takes_no_launch_more(run: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[object] = []
+    original = headstart.eval.kernels.argmax.launch
+
+    def counted(kernel: object, *rest: object, **options: object) -> None:
+        launched.append(kernel)
+        original(kernel, *rest, **options)
+
+    monkeypatch.setattr("headstart.eval.kernels.argmax.launch", counted)
+    run(torch.zeros((2, 9000), device=DEVICE))
+    assert len(launched) == 2
 
 
 def test_any_shape_is_taken() -> None:

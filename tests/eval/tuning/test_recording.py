@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, DRAFTING_HEADS, NEW_TOKENS, Trained, run, tokens_of
+from eval_help import CONTEXTS, DRAFTING_HEADS, HEAD_TREES, NEW_TOKENS, Trained, run, tokens_of
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
@@ -39,6 +39,10 @@ CHAINS = [name for name, family in DRAFTING_HEADS.items() if "chain" in DRAFTERS
 #: heads with a confidence head, and heads that say q
 SURE = [name for name in CHAINS if DRAFTING_HEADS[name] == "dspark" and "without confidence" not in name]
 OTHERS = [name for name in CHAINS if name not in SURE]
+#: heads whose captured cycles are compared with others
+CAPTURED = [
+    "dspark", "dspark, without confidence head, fill in", "dflash", "domino", "eagle3", "peagle", "medusa", "hydra",
+]  # fmt: skip
 DEPTH = 4
 
 
@@ -146,6 +150,44 @@ def test_what_is_drafted_does_not_depend_on_the_question(
         assert drawn.q_BNV is not None
         expected_B = logit_of(drawn.q_BNV[:, 0].amax(-1))
         torch.testing.assert_close(tree.confidence_BN[:, 0], expected_B, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", [n for n, kind in HEAD_TREES if kind == "static"])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_nodes_of_a_static_tree_say_their_own_probability(
+    target: Target, trained: Heads, name: str, penalty: float
+) -> None:
+    """Against a dynamic tree's or a tree over marginals' scores of the same nodes."""
+    head, sampling = trained(name).head, Sampling(repetition_penalty=penalty)
+    tree = TreeConfig(kind="static", depth=3, paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
+    drafter = build_drafter(head, EvalConfig(tree=tree, repetition_penalty=penalty))
+    silent = first_tree(target, drafter, sampling)
+    with asked_for_confidence(drafter):
+        asked = first_tree(target, drafter, sampling)
+    assert silent.confidence_BN is None and torch.equal(silent.tokens_BN, asked.tokens_BN)
+    assert asked.confidence_BN is not None and asked.confidence_BN.dtype == torch.float32
+    kind = next(kind for kind in DRAFTERS[DRAFTING_HEADS[name]].kinds if kind in ("dynamic", "ddtree"))
+    scored = TreeConfig(kind=kind, depth=3, k=6, total_tokens=50)
+    other = first_tree(target, build_drafter(head, EvalConfig(tree=scored, repetition_penalty=penalty)), sampling)
+    score_BN, compared = other.score_BN, 0
+    assert score_BN is not None
+    for b in range(len(CONTEXTS)):
+        theirs = dict(zip(paths_of(other, b), range(other.nodes), strict=True))
+        for n, path in enumerate(paths_of(asked, b)):
+            if path in theirs:
+                above = float(score_BN[b, theirs[path[:-1]]]) if path[:-1] else 0.0
+                expected = logit_of((score_BN[b, theirs[path]] - above).exp())
+                assert float(asked.confidence_BN[b, n]) == pytest.approx(float(expected), abs=1e-3)
+                compared += 1
+    assert compared > 12
+
+
+def paths_of(tree: Tree, b: int) -> list[tuple[int, ...]]:
+    """Tokens from the root to every node of a sequence."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens_BN[b].tolist(), tree.parent_BN[b].tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
 
 
 @pytest.mark.parametrize("name", SURE)
@@ -269,7 +311,7 @@ def test_a_drafter_is_calibrated_on_every_other_prompt(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["dspark", "dflash", "domino", "eagle3", "peagle", "medusa", "hydra"])
+@pytest.mark.parametrize("name", CAPTURED)
 def test_captured_cycles_record_what_others_do(
     target: Target, plain: list[Answer], trained: Heads, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,9 @@ class Engine:
                 # a cut place is padding
                 position_BM = torch.where(flat.kept_BM, visibility.position_BM, -1)
                 visibility = replace(visibility, position_BM=position_BM)
-            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids or (), last_only, flat), flat)
+            given = tokens_BM, visibility, self.kv, layer_ids or (), last_only, flat
+            logits, hidden, streams = self.fused.forward(*given)
+            return Step(logits, hidden, streams, flat)
         extent = min(-(-reach // self.bucket) * self.bucket, self.capacity)
         return self.generic.forward(tokens_BM, visibility, extent, layer_ids, last_only)
 

@@ -296,7 +296,9 @@ ADAPTIVE = ("dspark",)
 def _by_load(launch: Launch) -> tuple[dict[str, Any], str]:
     """What the speculative config says of drafting by load, and a comment above the command.
 
-    Of P-EAGLE and Medusa it drafts a fixed number only: it expects as many logits as at its start.
+    The table by batch size was run on 0.32 with EAGLE-3: 4, 2 and 0 tokens were drafted as it said, while requests
+    ended, and the answers were those without a draft. Of P-EAGLE and Medusa it drafts a fixed number only: it expects
+    as many logits as at its start.
     """
     if launch.confident and launch.family in ADAPTIVE and launch.adapter is None:
         comment = (

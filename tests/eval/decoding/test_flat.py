@@ -146,7 +146,9 @@ def check_kept_rows(
 
 def near(given: Tensor, expected: Tensor) -> None:
     if given.dtype == torch.float32:
-        torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+        # products of fewer rows may run in another kernel on a GPU
+        tolerance = 1e-4 if given.is_cuda else 1e-5
+        torch.testing.assert_close(given, expected, atol=tolerance, rtol=tolerance)
     else:
         close(given, expected)
 

@@ -72,6 +72,18 @@ class Tree:
         """The same tree without the nodes where `kept_BN` (bool, [B, N] or [B, 1]) is False."""
         return replace(self, valid_BN=self.valid_BN & kept_BN)
 
+    def first(self, levels: int) -> Tree:
+        """The tree's first levels: a chain loses its other nodes, other trees only their validity."""
+        if levels >= self.levels:
+            return self
+        if not self.linear:
+            return self.keep(self.depth_BN <= levels)
+        cut = {
+            name: None if (value := getattr(self, name)) is None else value[:, :levels]
+            for name in ("tokens_BN", "parent_BN", "depth_BN", "valid_BN", "q_BNV", "score_BN", "confidence_BN")
+        }
+        return replace(self, levels=levels, **cut)
+
 
 def empty(batch: int, device: torch.device | str = "cpu") -> Tree:
     """A tree without nodes: plain decoding."""

@@ -84,6 +84,16 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class LevelDrafter(Protocol):
+    """What a drafter has besides if fewer levels cost it less time: one that drafts them one after the other.
+
+    Attributes: levels: that the next proposal has, 1 or more; None = all.
+    """
+
+    levels: int | None
+
+
+@runtime_checkable
 class ConfidentDrafter(Protocol):
     """What a drafter has besides if it can say how sure it is of its drafts (`Tree.confidence_BN`).
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headstart.eval.decoding.loop import Loop
+from headstart.eval.decoding.scheduler import CycleShape
 from headstart.eval.kernels.capture import Uncapturable, capture, warm_up
-from headstart.eval.kernels.launch import compile_ahead, compiling
+from headstart.eval.kernels.launch import compile_ahead, compiling, synchronize
 
 #: captured cycles of transformers' own forward that must give what the same cycles give without a capture. With more
 #: than one, the contexts grow meanwhile: what depends on their length must not stay as it was at the capture
 COMPARED = 2
+#: cycles of a shape that are timed, where there are several shapes
+TIMED = 5
 
 #: gives places of rows that ended to contexts that wait; returns whether it gave any
 Refill = Callable[[], bool]
@@ -26,17 +30,17 @@ def never() -> bool:
 
 
 class CycleGraphs:
-    """Captured cycles by `graph_key`. Each is captured at its first use.
+    """Captured cycles by `graph_key`. Those of one key are captured at its first use.
 
     Where a cycle cannot be captured, cycles run operation by operation from then on.
 
     Attributes:
-        seconds: spent on choosing kernels and on capturing.
+        seconds: spent on choosing kernels, on capturing and on timing.
     """
 
     def __init__(self) -> None:
-        self.captured: dict[tuple[object, ...], _CycleGraph] = {}
-        self._latest: _CycleGraph | None = None
+        self.captured: dict[tuple[object, ...], _Captured] = {}
+        self._latest: _Captured | None = None
         self.seconds = 0.0
 
     def clear(self) -> None:
@@ -53,7 +57,7 @@ class CycleGraphs:
         if key not in self.captured:
             began = time.perf_counter()
             try:
-                self.captured[key] = _CycleGraph(loop)
+                self.captured[key] = _Captured(loop)
             except Uncapturable as reason:
                 loop.engine.give_up_captures(str(reason))
                 return uncaptured_cycles(loop, refill)
@@ -65,18 +69,23 @@ class CycleGraphs:
     def replay_latest(self) -> None:
         """Run the latest cycle once more, for measurements. Its result is not read."""
         assert self._latest is not None
-        self._latest.graph.replay()
+        self._latest.latest.graph.replay()
 
     def device_ms(self, repeats: int = 20) -> float:
         """Milliseconds of the latest cycle when replays follow each other without the host."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self.replay_latest()
-        marks[0].record()
-        for _ in range(repeats):
-            self.replay_latest()
-        marks[1].record()
-        marks[1].synchronize()
-        return marks[0].elapsed_time(marks[1]) / repeats
+        return _device_ms(self.replay_latest, repeats)
+
+
+def _device_ms(run: Callable[[], object], repeats: int) -> float:
+    """Mean milliseconds on the device."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks[0].record()
+    for _ in range(repeats):
+        run()
+    marks[1].record()
+    marks[1].synchronize()
+    return marks[0].elapsed_time(marks[1]) / repeats
 
 
 def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[list[list[int]], None, None]:
@@ -84,34 +93,116 @@ def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[list[list
 
     Args: refill: called between two cycles.
     """
+    scheduler = loop.scheduler
+    time_shapes(loop)
     while True:
+        loop.take(scheduler.next_shape())
         table = loop.read(loop.verify())
+        said = scheduler.said
         try:
             yield table
         finally:
             loop.commit()
         refill()
+        scheduler.learn(loop.shape, table, None if said is None else said.cpu().numpy())
+
+
+def time_shapes(loop: Loop) -> None:
+    """Time a cycle of every shape that the scheduler has no time of, and take everything back but keys and values.
+
+    What a cycle writes of these lies beyond the contexts, where the first real cycle writes again.
+    """
+    scheduler = loop.scheduler
+    untimed = [shape for shape in scheduler.shapes() if scheduler.wants_time(shape)]
+    before = loop.tensors() if untimed else []
+    noise = None if loop.generator is None else loop.generator.get_state()
+    for shape in untimed:
+        loop.take(shape)
+        for _ in range(2):  # the first one may compile kernels
+            synchronize(loop.engine.device)
+            began = time.perf_counter()
+            loop.verify()
+            loop.commit()
+            synchronize(loop.engine.device)
+            seconds = time.perf_counter() - began
+            loop.attach(before)
+            if loop.generator is not None:
+                loop.generator.set_state(noise)
+        scheduler.timed(shape, seconds)
 
 
 def graph_key(loop: Loop) -> tuple[object, ...]:
-    """What a captured cycle depends on, after `start`: loops with equal keys share one graph."""
+    """What captured cycles depend on, after `start`: loops with equal keys share them."""
     shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
     # the objects, not their ids: an id may be used again once its object is gone
     scheduler = loop.scheduler
-    return (loop.engine, loop.drafter, scheduler, scheduler.rows, loop.sampling, loop.generator, shapes)
+    return (loop.engine, loop.drafter, scheduler, *scheduler.shapes(), loop.sampling, loop.generator, shapes)
 
 
-class _CycleGraph:
+@dataclass
+class _Cycle:
+    """A captured cycle of one shape.
+
+    Attributes:
+        table, said: what a replay fills. said: see Scheduler.said.
+        hosts: pinned copies of both, for two cycles under way.
+    """
+
+    shape: CycleShape
+    graph: torch.cuda.CUDAGraph
+    rule: str | None
+    table: Tensor
+    said: Tensor | None
+
+    def __post_init__(self) -> None:
+        given = [self.table] if self.said is None else [self.table, self.said]
+        self.hosts = [[torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in given] for _ in range(2)]
+
+    def launch(self, turn: int, done: torch.cuda.Event) -> None:
+        self.graph.replay()
+        for host, value in zip(self.hosts[turn], (self.table, self.said), strict=False):
+            host.copy_(value, non_blocking=True)
+        done.record()
+
+
+class _Captured:
+    """The captured cycles of a loop, one for each shape that its scheduler may ask for, on one state.
+
+    Attributes: latest: the cycle that was launched last.
+    """
+
     def __init__(self, loop: Loop):
         self.held = [tensor.clone() for tensor in loop.tensors()]
-        before = [value.clone() for value in self.held]
-        noise = loop.generator.get_state() if loop.generator is not None else None
+        self._before = [value.clone() for value in self.held]
+        self._noise = loop.generator.get_state() if loop.generator is not None else None
+        self._pool = torch.cuda.graph_pool_handle()
+        self.cycles: dict[CycleShape, _Cycle] = {}
+        for shape in loop.scheduler.shapes():
+            loop.take(shape)
+            try:
+                self.cycles[shape] = self.latest = self._cycle(loop, shape)
+            finally:
+                self._restore(loop)
+        self.done = [torch.cuda.Event() for _ in range(2)]
+        for shape, cycle in self.cycles.items():
+            if loop.scheduler.wants_time(shape):
+                cycle.graph.replay()
+                loop.scheduler.timed(shape, _device_ms(cycle.graph.replay, TIMED) / 1e3)
+                self._restore(loop)
+
+    def _restore(self, loop: Loop) -> None:
+        loop.attach(self.held)
+        _copy(self.held, self._before)
+        if loop.generator is not None:
+            loop.generator.set_state(self._noise)
+
+    def _cycle(self, loop: Loop, shape: CycleShape) -> _Cycle:
         with compiling():
             if loop.engine.fused is not None:
                 # transformers' own forward writes its buffers by torch itself. A cycle whose kernels are not launched
                 # would write slot 0, which holds the context
                 compile_ahead(loop.cycle)
-                _copy(self.held, before)
+                _copy(self.held, self._before)
             loop.attach(self.held)
             loop.choose_ways()
         # this cycle writes KV beyond the contexts only, where the first real cycle writes again
@@ -119,16 +210,13 @@ class _CycleGraph:
         loop.attach(self.held)
         generators = [] if loop.generator is None else [loop.generator]
 
-        def cycle() -> Tensor:
+        def cycle() -> tuple[Tensor, Tensor | None]:
             table = loop.cycle()
             _copy(self.held, loop.tensors())
-            return table
+            return table, loop.scheduler.said
 
         def restore() -> None:
-            loop.attach(self.held)
-            _copy(self.held, before)
-            if loop.generator is not None:
-                loop.generator.set_state(noise)
+            self._restore(loop)
 
         def cycles(run: Callable[[], Tensor]) -> list[Tensor]:
             """Tables of a few cycles, one after the other."""
@@ -138,45 +226,49 @@ class _CycleGraph:
                 tables.append(run().clone())
                 loop.attach(self.held)
                 if loop.generator is not None:
-                    loop.generator.set_state(noise)
+                    loop.generator.set_state(self._noise)
             return tables
 
-        def replay() -> Tensor:
-            self.graph.replay()
-            return self.table
-
         restore()
-        try:
-            self.graph, self.table = capture(cycle, loop.engine.device, generators, restore=restore)
-            # code that is not ours may do part of its work on the host, which a replay repeats as it was
-            if loop.engine.fused is None and not all(map(torch.equal, cycles(replay), cycles(cycle))):
+        graph, (table, said) = capture(cycle, loop.engine.device, generators, self._pool, restore)
+        # code that is not ours may do part of its work on the host, which a replay repeats as it was
+        if loop.engine.fused is None:
+
+            def replay() -> Tensor:
+                graph.replay()
+                return table
+
+            if not all(map(torch.equal, cycles(replay), cycles(lambda: cycle()[0]))):
                 raise Uncapturable("captured cycles gave other tokens than the same cycles without a capture")
-        finally:
-            restore()
-        self.rule = loop.rule
-        self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
-        self.done = [torch.cuda.Event() for _ in range(2)]
+        return _Cycle(shape, graph, loop.rule, table, said)
 
     def run(self, loop: Loop, refill: Refill) -> Generator[list[list[int]], None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
-        loop.rule = self.rule
+        scheduler = loop.scheduler
         turn = 0
-        self._launch(turn)
+        running = self._launch(loop, turn)
         while True:
-            self._launch(1 - turn)
+            following = self._launch(loop, 1 - turn)
             self.done[turn].synchronize()
-            yield self.host[turn].tolist()
+            table, *said = running.hosts[turn]
+            lines = table.tolist()
+            yield lines
             if refill():
                 # the cycle that already runs ends before these copies: all is on one stream
                 _copy(self.held, loop.tensors())
                 loop.attach(self.held)
-            turn = 1 - turn
+            scheduler.learn(running.shape, lines, said[0].numpy() if said else None)
+            running, turn = following, 1 - turn
 
-    def _launch(self, turn: int) -> None:
-        self.graph.replay()
-        self.host[turn].copy_(self.table, non_blocking=True)
-        self.done[turn].record()
+    def _launch(self, loop: Loop, turn: int) -> _Cycle:
+        """Launch a cycle of the shape that the scheduler wants now."""
+        cycle = self.cycles[loop.scheduler.next_shape()]
+        # plain cycles follow others for good, so a rule that was used once stays the rule
+        loop.rule = cycle.rule or loop.rule
+        cycle.launch(turn, self.done[turn])
+        self.latest = cycle
+        return cycle
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from headstart.data.row_random import draw_at, uniforms
-from headstart.eval.decoding.drafter import Drafter
+from headstart.eval.decoding.drafter import Drafter, LevelDrafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Step
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
-from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
+from headstart.eval.decoding.scheduler import KEEP_ALL, CycleShape, Scheduler
 from headstart.eval.decoding.verify import Verified, rule_of, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
 from headstart.eval.kernels.choices import compile_ways, decide_ways
-from headstart.eval.kernels.flat import FlatRows, flatten
+from headstart.eval.kernels.flat import FlatRows, cut, flatten
 from headstart.eval.kernels.launch import compiling
 from headstart.eval.tree import Tree, empty
 
@@ -31,9 +31,11 @@ class Loop:
 
     Args:
         drafter: None = plain decoding.
-        scheduler: chooses which drafts are verified.
+        scheduler: chooses how much is drafted and what is verified.
 
     Attributes:
+        shape: of the next cycle.
+        places: roots and nodes of a row in the latest cycle, with those that are cut; 0 before the first one.
         roots_B: int64, tokens that the target has chosen and not yet read.
         active_B: bool, rows that are not finished.
         left_B: int64, tokens that a row may still commit.
@@ -60,6 +62,7 @@ class Loop:
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
         self.seeds_B, self.scheduler = seeds_B, scheduler
         self.spec = None if drafter is None else drafter.spec
+        self.shape, self.places = CycleShape(), 0
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
@@ -105,13 +108,22 @@ class Loop:
         for (owner, name), tensor in zip(self.state, tensors, strict=True):
             setattr(owner, name, tensor)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the next cycle drafts."""
+        return self.drafter is not None and self.shape.levels != 0
+
+    def take(self, shape: CycleShape) -> None:
+        """Give the next cycle its shape."""
+        self.shape = shape
+        if self.drafts and isinstance(self.drafter, LevelDrafter):
+            self.drafter.levels = shape.levels
+
     def choose_ways(self) -> None:
-        """Choose the fastest kernels for the matrix products of a cycle (CUDA only), after `start`."""
+        """Choose the fastest kernels for the matrix products of a cycle of this shape (CUDA only), after one ran."""
         engine, drafter = self.engine, self.drafter
-        rows = engine.batch * (1 if drafter is None else drafter.max_nodes + 1)
-        if drafter is not None and self.scheduler.rows is not None:
-            rows = self.scheduler.rows
-        drafts = [] if drafter is None else drafter.products(engine.batch)
+        rows = self.shape.rows or engine.batch * self.places
+        drafts = [] if drafter is None or not self.drafts else drafter.products(engine.batch)
         with compiling():
             # compile all of them before timing the first
             if engine.fused is not None:
@@ -187,22 +199,14 @@ class Loop:
 
     def forward(self, tree: Tree, flat: FlatRows | None = None) -> Step:
         """The target's forward over the roots and a tree. Args: flat: see Engine.verify."""
-        return self.engine.verify(self.roots_B, tree, self.spec, self.longest, flat)
+        self.places = tree.nodes + 1
+        return self.engine.verify(self.roots_B, tree, self.spec if self.drafts else None, self.longest, flat)
 
     def verify(self) -> Tensor:
         """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
         engine, roots_B, active_B = self.engine, self.roots_B, self.active_B
-        flat = None
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
-        if self.drafter is not None:
-            tree = self.drafter.propose(roots_B, self.generator).keep(active_B[:, None])
-            kept_BN = self.scheduler.choose(tree, roots_B, active_B)
-            tree = tree if kept_BN is None else tree.keep(kept_BN)
-            if self.scheduler.rows is not None:
-                flat = flatten(tree.valid_BN, self.scheduler.rows)
-                tree = tree.keep(flat.kept_BM[:, 1:])
-        else:
-            tree = empty(engine.batch, engine.device)
+        tree, flat = self._propose(roots_B, active_B) if self.drafts else (empty(engine.batch, engine.device), None)
         step = self.forward(tree, flat)
         self.logits_BV = step.roots_BV
         self.rule = rule_of(tree, self.sampling)
@@ -219,6 +223,21 @@ class Loop:
         self.roots_B, self.left_B, self.active_B = after.roots_B, after.left_B, after.active_B
         return after.table
 
+    def _propose(self, roots_B: Tensor, active_B: Tensor) -> tuple[Tree, FlatRows | None]:
+        """What is verified, and its flat rows if the shape has a number of them."""
+        assert self.drafter is not None
+        shape, scheduler = self.shape, self.scheduler
+        tree = self.drafter.propose(roots_B, self.generator).keep(active_B[:, None])
+        if shape.levels is not None:
+            tree = tree.first(shape.levels)
+        kept_BN = scheduler.choose(tree, roots_B, active_B)
+        tree = tree if kept_BN is None else tree.keep(kept_BN)
+        reach_BN = scheduler.reach(tree)
+        if shape.rows is None:
+            return tree, None
+        flat = flatten(tree.valid_BN, shape.rows) if reach_BN is None else cut(reach_BN, tree.valid_BN, shape.rows)
+        return tree.keep(flat.kept_BM[:, 1:]), flat
+
     def read(self, table: Tensor) -> list[list[int]]:
         """A cycle's table on the host. Sets `longest`, by which forwards that are not captured read less KV."""
         lines: list[list[int]] = table.tolist()
@@ -227,7 +246,7 @@ class Loop:
 
     def commit(self) -> None:
         """Give the drafter what the last `verify` committed."""
-        if self.drafter is not None:
+        if self.drafter is not None and self.drafts:
             self.drafter.commit(self.accepted)
 
     def cycle(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A scheduler stands between drafting and the target's forward: it chooses which drafts are verified.
+"""A scheduler stands between drafting and the target's forward: it chooses how much is drafted and what is verified.
 
 Shape legend: B batch, N nodes.
 """
@@ -6,39 +6,53 @@ Shape legend: B batch, N nodes.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.tree import Tree
 
 
+@dataclass(frozen=True)
+class CycleShape:
+    """What a cycle drafts, and how much of it is verified. The host knows it before the cycle begins.
+
+    Attributes:
+        levels: levels that are drafted. None: all that the drafter has. 0: nothing, which is plain decoding.
+        rows: roots and nodes that the target's forward computes, over the whole batch; every root is one of them.
+            None: all nodes.
+    """
+
+    levels: int | None = None
+    rows: int | None = None
+
+
+WHOLE, PLAIN = CycleShape(), CycleShape(levels=0)
+
+
 class Scheduler(Protocol):
-    """Chooses, in every cycle, which nodes of which rows the target verifies.
+    """Chooses the shape of every cycle, and which nodes the target verifies.
 
     A node that is left out counts as not drafted, so verification stays lossless on one condition. Where a tree carries
     q, its tokens were drawn: whether a node is kept may then depend on the nodes above it and on q, but not on what was
     drawn at its own level or below. Otherwise the kept drafts are not distributed as q says. Trees without q allow any
-    choice. Nodes that are left out are masked. With `rows`, they cost nothing.
+    choice. Nodes that `choose` leaves out are masked. Those beyond a shape's `rows` cost nothing.
 
     One scheduler serves one batch at a time: `start` resets it.
 
     Attributes:
-        rows: roots and nodes that a forward computes, over the whole batch; every root is one of them. Of more kept
-            nodes the last ones are left out too. The host knows the number before the drafts exist. None: the forward
-            computes all nodes.
-        captures: whether a CUDA graph can hold `choose`. It then asks nothing of the host, and reads only tensors of
-            `state` and tensors that outlive the batch.
+        captures: whether a CUDA graph can hold `choose` and `reach`. They then ask nothing of the host, and read only
+            tensors of `state` and tensors that outlive the batch.
         state: (object, attribute) of every tensor that `choose` replaces. Their shapes do not change after `start`.
         row_state: those of `state` whose first dimension is the batch.
+        said: what the host gets beside a cycle's table, for `learn`; None = nothing.
     """
 
     captures: bool
-
-    @property
-    def rows(self) -> int | None:
-        return None
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -48,6 +62,10 @@ class Scheduler(Protocol):
     def row_state(self) -> list[tuple[object, str]]:
         return self.state
 
+    @property
+    def said(self) -> Tensor | None:
+        return None
+
     def start(self, context: Rows) -> None:
         """Begin a batch: all context tokens, as the drafter gets them."""
         return None
@@ -55,6 +73,26 @@ class Scheduler(Protocol):
     def aside(self) -> Scheduler:
         """One for a batch of one row, whose `row_state` then becomes that of one row here."""
         return copy.copy(self)
+
+    def shapes(self) -> list[CycleShape]:
+        """All shapes that cycles of this batch may have, after `start`. Each is captured before the first cycle."""
+        return [WHOLE]
+
+    def next_shape(self) -> CycleShape:
+        """The shape of the next cycle. A cycle without drafts leaves the drafter behind: plain decoding must follow."""
+        return self.shapes()[0]
+
+    def wants_time(self, shape: CycleShape) -> bool:
+        """Whether a cycle of this shape is to be timed before the first cycle of the batch."""
+        return False
+
+    def timed(self, shape: CycleShape, seconds: float) -> None:
+        """What a whole cycle of a shape takes, with its drafting."""
+        return None
+
+    def learn(self, shape: CycleShape, table: list[list[int]], said: NDArray[np.float32] | None) -> None:
+        """What came of a cycle. The next one already runs. Args: table: see Loop.verify. said: see `said`."""
+        return None
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         """Which nodes are verified.
@@ -65,16 +103,20 @@ class Scheduler(Protocol):
             active_B: bool, rows that are not finished.
         Returns: bool [B, N], True = verified, or None = all. A kept node's parent must be kept.
         """
-        ...
+        return None
+
+    def reach(self, tree: Tree) -> Tensor | None:
+        """float32 [B, N], by which nodes take the rows of a shape, the largest first. No node has more than its parent.
+
+        It is asked in every cycle. None: the first nodes take the rows.
+        """
+        return None
 
 
 class KeepAll(Scheduler):
     """Verifies everything that is drafted."""
 
     captures = True
-
-    def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
-        return None
 
 
 #: all loops share this one, because captured cycles are looked up by their scheduler

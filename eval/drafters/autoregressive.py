@@ -49,8 +49,14 @@ class AutoregressiveDrafter(CachedDrafter):
         super().__init__(head, tree, sampling)
         self.dynamic = tree.kind == "dynamic"
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
+        self.levels: int | None = None
         #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
+
+    @property
+    def depth(self) -> int:
+        """Levels of the next proposal."""
+        return self.tree.depth if self.levels is None else min(self.levels, self.tree.depth)
 
     @property
     def confidence_source(self) -> str:
@@ -121,7 +127,7 @@ class AutoregressiveDrafter(CachedDrafter):
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         confidences: list[Tensor] = []
-        for depth in range(1, self.tree.depth + 1):
+        for depth in range(1, self.depth + 1):
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
             if self._sampled:
                 q_BU = probabilities(logits_B1U[:, 0], self.sampling, seen_BU)
@@ -134,7 +140,7 @@ class AutoregressiveDrafter(CachedDrafter):
                 tokens.append(best_B[:, None])
                 if logit_B is not None:
                     confidences.append(logit_B)
-            if depth == self.tree.depth:
+            if depth == self.depth:
                 break
             seen_BV = add_seen(seen_BV, tokens[-1])
             position_B1 = lined.ahead_DB[depth - 1][:, None]
@@ -144,16 +150,16 @@ class AutoregressiveDrafter(CachedDrafter):
         confidence_BN = torch.stack(confidences, 1) if confidences else None
         if self.says_confidence and q_BNV is not None:
             confidence_BN = logit_of_largest(q_BNV)
-        return replace(self._chain, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
+        return replace(self._chain.first(self.depth), tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""
         seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
         seen_BfU = None if seen_BU is None else seen_BU[:, None]
         logits_BfU, g_BfH = penalise(logits_B1U, self.sampling, seen_BfU), g_B1H
-        growth = Growth.start(self.length_B, self.tree.k, self.tree.depth, logits_BfU, self.head.draft_ids_U)
+        growth = Growth.start(self.length_B, self.tree.k, self.depth, logits_BfU, self.head.draft_ids_U)
         growth = growth.grow(logits_BfU)
-        for _ in range(self.tree.depth - 1):
+        for _ in range(self.depth - 1):
             g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
             seen_BfU = growth.seen_on_path(seen_BfU)
             growth = growth.grow(penalise(logits_BfU, self.sampling, seen_BfU))

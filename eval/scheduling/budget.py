@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.drafter import ConfidentDrafter, Drafter, LevelDrafter
 from headstart.eval.decoding.loop import COUNT
 from headstart.eval.decoding.rows import Rows
@@ -34,6 +35,12 @@ AGAIN = 2
 SURE = 12
 #: cycles after which the deepest drafts are looked at again. Twice as many each time that this changed nothing
 LOOK_AFTER, LOOK_SELDOM = 32, 1024
+
+
+def budget_for(drafter: Drafter, tree: TreeConfig) -> Budget:
+    """The scheduler of a drafter. Args: tree: the largest that it drafts; a method without a head drafts a chain."""
+    linear = tree.kind == "chain" or drafter.spec is None
+    return Budget(drafter, min(tree.depth, drafter.max_nodes) if linear else tree.depth, linear)
 
 
 class Budget(Scheduler):
@@ -140,9 +147,7 @@ class Budget(Scheduler):
         self._left, self._since = max(self._left - 1, 0), self._since + 1
         if shape.levels == self.levels:
             self._since = 0
-        # a row whose answer ended among its accepted drafts: which row that was, the table does not say
-        ended_B = np.zeros_like(active_B)
-        if self.calibrating.learn(said, active_B, accepted_B, kept_BN, ended_B):
+        if self.calibrating.learn(said, active_B, accepted_B, kept_BN):
             self._send()
 
     def _send(self) -> None:

@@ -33,14 +33,14 @@ class Calibrating(Protocol):
     scale_K: Tensor
     bias_K: Tensor
 
-    def learn(self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_],
-              ended_B: NDArray[np.bool_]) -> bool:
+    def learn(
+        self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_]
+    ) -> bool:
         """What came of a cycle. Returns: whether the numbers changed.
 
         Args:
             said: [2 or 3, B, N], see Budget.said.
-            accepted_B: accepted drafts. kept_BN: nodes that were verified.
-            ended_B: rows that ended in this cycle: of their other drafts nobody knows.
+            accepted_B: accepted drafts, those behind a stop token too. kept_BN: nodes that were verified.
         """
         ...
 
@@ -54,9 +54,10 @@ class ChainLogistic:
         self.scale_K, self.bias_K = torch.full((levels,), slope), torch.full((levels,), bias)
         self._waiting: list[tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = []
 
-    def learn(self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_],
-              ended_B: NDArray[np.bool_]) -> bool:  # fmt: skip
-        judged_B = np.where(active_B, np.where(ended_B, accepted_B, kept_BN.sum(1)), 0)
+    def learn(
+        self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_]
+    ) -> bool:
+        judged_B = np.where(active_B, kept_BN.sum(1), 0)
         logit_BK = np.zeros((len(active_B), len(self.bias_K)), np.float32)
         logit_BK[:, : said.shape[2]] = said[0]
         self._waiting.append((logit_BK, np.where(active_B, accepted_B, 0), judged_B))
@@ -80,14 +81,14 @@ class LevelShares:
         self.said_K, self.was_K = np.zeros(levels), np.zeros(levels)
         self._turn = 0
 
-    def learn(self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_],
-              ended_B: NDArray[np.bool_]) -> bool:  # fmt: skip
+    def learn(
+        self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_]
+    ) -> bool:
         level_K = np.arange(1, len(self.bias_K) + 1)
-        counted_B = active_B & ~ended_B
-        reach_BN = np.where(kept_BN & counted_B[:, None], np.exp(said[1]), 0.0)
+        reach_BN = np.where(kept_BN & active_B[:, None], np.exp(said[1]), 0.0)
         depth_BN = said[2].astype(np.int64).clip(0, len(level_K))
         self.said_K += np.bincount(depth_BN.ravel(), reach_BN.ravel(), len(level_K) + 1)[1:]
-        self.was_K += (accepted_B[counted_B, None] >= level_K).sum(0)
+        self.was_K += (accepted_B[active_B, None] >= level_K).sum(0)
         self._turn += 1
         if self._turn % FIT_EVERY:
             return False

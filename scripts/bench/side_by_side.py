@@ -17,6 +17,7 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.metrics import Timed, acceptance, expected_tau
 from headstart.eval.measuring.sweep import fit
+from headstart.eval.scheduling.budget import budget_for
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 
@@ -111,11 +112,6 @@ def parse_tree(label: str, depth: int) -> TreeConfig:
     return replace(tree, k=given.get("k", tree.k))
 
 
-def make_scheduler(decoder: Decoder, drafter: Drafter) -> Scheduler:
-    """The scheduler that chooses what is verified of a drafter's drafts."""
-    return KEEP_ALL
-
-
 def rows_computed(scheduler: Scheduler) -> float | None:
     """The target's rows that sequences took under a scheduler so far; None where it does not count them."""
     verified = getattr(scheduler, "verified", None)
@@ -124,11 +120,18 @@ def rows_computed(scheduler: Scheduler) -> float | None:
 
 @dataclass
 class Way:
-    """One way of decoding. Attributes: scheduler, tree: as in Row. chooser: the scheduler itself."""
+    """One way of decoding.
+
+    Attributes:
+        scheduler, tree: as in Row.
+        largest: the largest tree that is drafted; None without a drafter.
+        chooser: the scheduler itself.
+    """
 
     scheduler: str
     tree: str
     drafter: Drafter | None
+    largest: TreeConfig | None = None
     chooser: Scheduler = KEEP_ALL
 
     @property
@@ -256,8 +259,8 @@ class Bench:
         given = [grown, *contexts[: batch - 1]]
         for way in sorted(ways, key=lambda way: -way.nodes):
             began = time.perf_counter()
-            if way.scheduler == "on" and way.drafter is not None:
-                way.chooser = make_scheduler(self.decoder, way.drafter)
+            if way.scheduler == "on" and way.drafter is not None and way.largest is not None:
+                way.chooser = budget_for(way.drafter, way.largest)
             self._run(way, given, batch, min(WARM_UP, self.tokens))
             print(f"  batch {batch} {way}: warm-up {time.perf_counter() - began:.1f} s", flush=True)
             given = contexts[:batch]

@@ -217,7 +217,7 @@ class Bench:
                 tree = parse_tree(label, self.head.depth)
                 drafter = self.drafter(tree)
                 name = f"chain{drafter.max_nodes}" if tree.kind == "chain" else label
-                ways.setdefault((scheduler, name), Way(scheduler, name, drafter))
+                ways.setdefault((scheduler, name), Way(scheduler, name, drafter, tree))
         return list(ways.values())
 
     def point(self, ways: list[Way], contexts: list[list[int]], batch: int) -> list[Row]:

@@ -32,7 +32,7 @@ from headstart.eval.decoding.fused import layers
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.decoding.scheduler import Scheduler
+from headstart.eval.decoding.scheduler import CycleShape, Scheduler
 from headstart.eval.decoding.verify import verify
 from headstart.eval.drafters import build_drafter
 from headstart.eval.kernels.attention import attend_kernel
@@ -50,11 +50,10 @@ class Budget(Scheduler):
     captures = True
 
     def __init__(self, rows: int | None, levels: int = 99):
-        self._rows, self.levels = rows, levels
+        self.rows, self.levels = rows, levels
 
-    @property
-    def rows(self) -> int | None:
-        return self._rows
+    def shapes(self) -> list[CycleShape]:
+        return [CycleShape(rows=self.rows)]
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor:
         return tree.depth_BN <= self.levels

@@ -56,7 +56,8 @@ def test_a_saved_head_is_measured_on_questions(
         assert (row["head"], row["target"], row["data"]) == ("mine", str(tiny_target), "talk")
         assert (row["acceptance"], row["rates"], row["dtype"]) == ("measured", None, "float32")
         assert row["same_answers"] == 1.0 and 0 < row["active_rows"] <= row["batch"]
-        assert row["verified_tokens_per_cycle"] == verified[row["tree"]]
+        spent = row["verified_tokens_per_cycle"]
+        assert 1 <= spent <= 4 if row["scheduler"] == "on" else spent == verified[row["tree"]]
         assert 0 <= row["ece_after"] <= 1 and row["ece_before"] != row["ece_after"]
         assert min(row["runs"]) <= row["tokens_per_s"] <= max(row["runs"]) and len(row["runs"]) == 2
         assert row["context"] > 20 and row["max_new_tokens"] == 12
@@ -75,12 +76,11 @@ def test_synthetic_acceptance_gives_the_tau_that_is_asked_for(tmp_path: Path, mo
     assert {(row["scheduler"], row["tree"]) for row in rows.values()} == set(WAYS)
     rates = rows["chain3"]["rates"]
     assert len(rates) == 3 and expected_tau(rates) == pytest.approx(2.4)
-    for tree, levels in (("chain1", 1), ("chain3", 3)):
-        row = rows[tree]
-        error = 1.3 / row["cycles"] ** 0.5  # at most 4 tokens: their deviation is below 1.3
-        short = 1 / row["cycles"] * 32 * 1.5  # each answer's last cycle may be cut, by 1.5 tokens on average
-        assert expected_tau(rates[:levels]) - short - 4 * error < row["tau"] < expected_tau(rates[:levels]) + 4 * error
-        assert row["cycles"] > 700 and row["expected_tau"] == pytest.approx(expected_tau(rates[:levels]))
+    row = rows["chain1"]
+    error = 0.5 / row["cycles"] ** 0.5  # one or two tokens: their deviation is at most 0.5
+    short = 1 / row["cycles"] * 32 * 0.5  # each answer's last cycle may be cut, by half a token on average
+    assert expected_tau(rates[:1]) - short - 4 * error < row["tau"] < expected_tau(rates[:1]) + 4 * error
+    assert row["cycles"] > 700 and row["expected_tau"] == pytest.approx(expected_tau(rates[:1]))
     row = rows["chain3"]
     assert (row["acceptance"], row["same_answers"], row["ece_after"]) == ("synthetic", None, None)
     assert (row["head"], row["target"], row["context"], row["prompts"]) == ("eagle3", "tiny", 16, 16)
@@ -103,7 +103,7 @@ def test_rows_that_a_scheduler_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         verified = 0
 
     counting = Counting()
-    monkeypatch.setattr(side_by_side, "make_scheduler", lambda decoder, drafter: counting)
+    monkeypatch.setattr(side_by_side, "budget_for", lambda drafter, tree: counting)
     original = side_by_side.Bench._run
 
     def run(self: side_by_side.Bench, way: Way, *rest: Any) -> Any:

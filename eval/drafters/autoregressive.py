@@ -150,7 +150,8 @@ class AutoregressiveDrafter(CachedDrafter):
         confidence_BN = torch.stack(confidences, 1) if confidences else None
         if self.says_confidence and q_BNV is not None:
             confidence_BN = logit_of_largest(q_BNV)
-        return replace(self._chain.first(self.depth), tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
+        drafted = self._chain.first(self.depth)
+        return replace(drafted, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""

@@ -45,7 +45,9 @@ class Estimates:
         """The shapes that draft and whose time is known."""
         return [shape for shape in self.shapes if shape != PLAIN and shape in self.seconds]
 
-    def learn(self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, active: int, accepted: int) -> NDArray[np.bool_]:
+    def learn(
+        self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, active: int, accepted: int
+    ) -> NDArray[np.bool_]:
         """Take what a cycle said of its drafts.
 
         Args:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
-from eval_help import Trained, run, tokens_of
+import torch
+from eval_help import CONTEXTS, Trained, run, tokens_of
 
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decoding.decode import Answer
-from headstart.eval.decoding.scheduler import PLAIN
-from headstart.eval.drafters import build_drafter
-from headstart.eval.scheduling.budget import budget_for
+from headstart.eval.decoding.decode import Answer, decode, slots_needed
+from headstart.eval.decoding.engine import Engine, attention_windows
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.graphs import CycleGraphs
+from headstart.eval.decoding.loop import Loop
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.scheduler import PLAIN, CycleShape
+from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.scheduling.budget import Budget, budget_for
 from headstart.heads.targets.target import Target
 
 WAYS = [
@@ -22,16 +29,72 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("family", "tree"), WAYS)
+def test_every_shape_is_lossless(
+    target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, tree: TreeConfig
+) -> None:
+    drafter = build_drafter(trained(family).head, EvalConfig(tree=tree))
+    assert drafter is not None
+    scheduler = EveryShape(drafter, tree)
+    answers = run(target, drafter, CONTEXTS * 2, scheduler=scheduler)
+    assert tokens_of(answers) == tokens_of(plain) * 2
+    assert set(scheduler.ran) == set(scheduler.shapes()[1:])
+
+
+@pytest.mark.parametrize(("family", "tree"), WAYS)
 def test_answers_are_the_targets(
     target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, tree: TreeConfig
 ) -> None:
     drafter = build_drafter(trained(family).head, EvalConfig(tree=tree))
     assert drafter is not None
     scheduler = budget_for(drafter, tree)
+    accepted = 0
     for _ in range(3):
         answers = run(target, drafter, scheduler=scheduler)
         assert tokens_of(answers) == tokens_of(plain)
+        accepted += sum(cycle.accepted for answer in answers for cycle in answer.cycles)
     book = scheduler.book
-    print(book.seconds, book.cycles, book.correction, [(s, book.drafts(s), book.rate(s)) for s in book.shapes])
     assert PLAIN in book.seconds and set(book.seconds) == set(book.shapes)
-    assert sum(cycle.accepted for answer in answers for cycle in answer.cycles) > 0
+    assert accepted > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("family", "tree"), WAYS)
+def test_captured_shapes(
+    target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, tree: TreeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every shape is captured once on one state, and the answers stay the target's, whichever of them runs."""
+    monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
+    there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
+    head = copy.deepcopy(trained(family).head).to("cuda")
+    head.bind(there.ends)
+    drafter = build_drafter(head, EvalConfig(tree=tree))
+    assert drafter is not None
+    fused = FusedModel(there.model, attention_windows(there.model.config))
+    contexts = CONTEXTS * 4
+    engine = Engine(there.model, 6, slots_needed(12, 30, drafter), fused=fused)
+    graphs, generator = CycleGraphs(), torch.Generator("cuda")
+    scheduler = EveryShape(drafter, tree)
+    for _ in range(3):
+        decoded = decode(
+            engine, contexts, drafter, Sampling(), 30, set(), generator, graphs=graphs, scheduler=scheduler
+        )
+        assert tokens_of(decoded.answers) == tokens_of(plain) * 4 and decoded.rule == "greedy"
+    assert len(graphs.captured) == 1
+    assert set(scheduler.ran) == {shape for shape in scheduler.shapes() if shape != PLAIN}
+    assert set(scheduler.book.seconds) == set(scheduler.shapes())
+
+
+class EveryShape(Budget):
+    """Takes turns with all shapes that draft."""
+
+    def __init__(self, drafter: Drafter, tree: TreeConfig):
+        chosen = budget_for(drafter, tree)
+        super().__init__(drafter, chosen.levels, chosen.linear)
+        self.ran: list[CycleShape] = []
+
+    def next_shape(self) -> CycleShape:
+        shapes = self.shapes()[1:]
+        self.ran.append(shapes[len(self.ran) % len(shapes)])
+        return self.ran[-1]

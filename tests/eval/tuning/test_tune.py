@@ -325,6 +325,9 @@ def test_a_whole_tuning(target: Target, family: str, prompts: str, request: pyte
     # every step was counted: the total never grew
     assert len({total for _, total, what in steps if what.startswith(("costs", "decoding"))}) == 1
     check_static(found, family)
+    # engines draft as many as the head has, so the calibration is of all, whatever depth was searched
+    assert found.calibration is not None, found.notes
+    assert found.calibration.positions == (trained.head.longest_chain or SMALL["depth"])
     assert set(found.cycles) == {"chain", *(["dynamic2"] if family == "eagle3" else ["static", "ddtree"])}
     json.dumps(found.to_json())
 

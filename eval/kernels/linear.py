@@ -24,7 +24,13 @@ from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.kernels.elementwise import gated_eager
 
 if triton is not None:
-    from headstart.eval.kernels.linear_kernels import add_parts, tiled_product, vector_product, whole_product
+    from headstart.eval.kernels.linear_kernels import (
+        activate_rows,
+        add_parts,
+        tiled_product,
+        vector_product,
+        whole_product,
+    )
 
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
@@ -126,7 +132,8 @@ class Linear:
         return self.tiles.get(row_bucket(rows), DEFAULT if on_matrix_units(x_RK.dtype) else None)
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """(the call's result, its norm). Where the product is split, the kernel that adds up makes the norm too."""
+        """(the call's result, its norm). The kernel that adds up a split product, or cuBLAS's product and a residual,
+        makes the norm too."""
         return with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
 
     def end(
@@ -170,9 +177,12 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
 
 def linear_by(tiles: Tiles | None, x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None) -> Tensor:
     """The product with its residual, run with these tiles (None: cuBLAS)."""
-    if tiles is None:
+    if tiles is not None:
+        return linear_kernel(x_RK, linear, residual_RN, tiles)
+    if not wants_kernel(x_RK):
         return linear_eager(x_RK, linear, residual_RN)
-    return linear_kernel(x_RK, linear, residual_RN, tiles)
+    parts = library_product(x_RK, linear)
+    return parts.whole if residual_RN is None else join_kernel(parts, None, residual_RN.contiguous(), None)[0]
 
 
 def with_norm(
@@ -181,8 +191,33 @@ def with_norm(
     """(as linear_by, its norm)."""
     if tiles is not None and tiles.splits > 1:
         return join_kernel(split_kernel(x_RK, linear, tiles), linear.bias_N, residual_RN, norm)
+    if tiles is None and residual_RN is not None and wants_kernel(x_RK):
+        return join_kernel(library_product(x_RK, linear), None, residual_RN.contiguous(), norm)
     y_RN = linear_by(tiles, x_RK, linear, residual_RN)
     return y_RN, apply_norm(y_RN, norm)
+
+
+def library_product(x_RK: Tensor, linear: Linear) -> Parts:
+    """The product by cuBLAS with its bias, as one part, and its activation and gate in a launch behind it.
+
+    Rounded where linear_eager rounds: the product, the activation, and what the gate makes of it.
+    """
+    y_RN = F.linear(x_RK, linear.weight_NK, linear.bias_N)
+    if linear.activation is not None:
+        y_RN = activate_kernel(y_RN, linear)
+    return Parts(y_RN[None], y_RN.dtype)
+
+
+def activate_kernel(y_RN: Tensor, linear: Linear) -> Tensor:
+    """act(gate) · up of [R, 2 N], or act(y) of [R, N]: as linear_eager does it with its product."""
+    y_RN, rows, outputs = y_RN.contiguous(), y_RN.shape[0], linear.outputs
+    out_RN = y_RN.new_empty((rows, outputs))
+    block = min(1024, triton.next_power_of_2(outputs))
+    launch(activate_rows, (rows, triton.cdiv(outputs, block)),
+        y_RN, out_RN, outputs, PAIRED=linear.gated, ACT=linear.activation, BLOCK=block,
+        num_warps=max(1, block // 256), **launch_options(y_RN.device),
+    )  # fmt: skip
+    return out_RN
 
 
 def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tiles: Tiles) -> Tensor:
@@ -250,6 +285,11 @@ class Parts:
 
     sums_SRN: Tensor
     dtype: torch.dtype
+
+    @property
+    def whole(self) -> Tensor:
+        """[R, N]: the product, where it is one part."""
+        return self.sums_SRN[0]
 
 
 def splittable(linear: Linear, tiles: Tiles) -> bool:

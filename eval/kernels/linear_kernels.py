@@ -228,6 +228,28 @@ def add_parts(
 
 
 @triton.jit
+def activate_rows(
+    y, out, outputs, PAIRED: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """A part of one row of a product: act(y), or PAIRED, where gate stands before up, act(gate) · up."""
+    await_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < outputs
+    start = y + row * outputs
+    if PAIRED:
+        start = y + row * (2 * outputs)
+    value = tl.load(start + channel, mask=inside, other=0.0).to(tl.float32)
+    if PAIRED:
+        up = tl.load(start + outputs + channel, mask=inside, other=0.0).to(tl.float32)
+    value = _activate(value, ACT)
+    if PAIRED:
+        # rounded where separate operations would round
+        value = value.to(out.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + row * outputs + channel, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def vector_product(
     x, weight, bias, residual, out, outputs, inputs,
     PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,

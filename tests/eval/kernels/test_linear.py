@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from eval_help import KERNEL_DTYPES, close, needs_kernels, random
 
+from headstart.eval.kernels import linear as linear_module
 from headstart.eval.kernels.linear import (
+    ACTIVATIONS,
     PLAIN,
     Ending,
     Linear,
     Parts,
     Tiles,
     join_kernel,
+    linear_by,
     linear_eager,
     linear_kernel,
     split_kernel,
@@ -130,3 +135,64 @@ def test_linear_in_parts(rows: int, splits: int, bias: bool, dtype: torch.dtype)
     assert not splittable(linear, Tiles(32, 128, 4, 2, splits=2))
     with pytest.raises(ValueError, match="cannot be cut"):
         split_kernel(x, linear, Tiles(32, 128, 4, 2, splits=2))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that products launch; on a CPU, too, they take the way of a GPU."""
+    names: list[str] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        names.append(kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__)
+        kernel[grid](*arguments, **options)
+
+    monkeypatch.setattr(linear_module, "launch", launch)
+    monkeypatch.setattr(linear_module, "wants_kernel", lambda x: True)
+    return names
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", [1, 65, 130])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_library_and_an_activation(
+    activation: str, alone: bool, rows: int, dtype: torch.dtype, launches: list[str]
+) -> None:
+    """One launch behind cuBLAS's product, of any number of rows, also where a row is more than a block."""
+    for outputs, bias in ((50, True), (1100, False)):
+        weight = random(outputs * (1 if alone else 2), 72, dtype=dtype) / 72**0.5
+        linear = Linear(weight, random(weight.shape[0], dtype=dtype, seed=1) if bias else None, activation, alone=alone)
+        x = random(rows, 72, dtype=dtype, seed=2)
+        close(linear_by(None, x, linear), linear_eager(x, linear))
+        assert launches == ["activate_rows"]
+        launches.clear()
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_the_library_with_residual_and_norm(
+    activation: str | None, rows: int, dtype: torch.dtype, launches: list[str]
+) -> None:
+    """The residual is added to the rounded product, bit by bit as a separate addition does, and the norm is made in the
+    same launch."""
+    weight, bias = random(50, 72, dtype=dtype) / 72**0.5, random(50, dtype=dtype, seed=1)
+    linear, norm = Linear(weight, bias, activation, alone=True), NormWeights(random(50, seed=4), 1e-5)
+    x, residual = random(rows, 72, dtype=dtype, seed=2), random(rows, 100, dtype=dtype, seed=3)[:, ::2]
+    before = ["activate_rows"] if activation else []
+    expected = linear_eager(x, linear, residual)
+    assert torch.equal(linear_by(None, x, linear, residual), expected)
+    assert launches == [*before, "add_parts"]
+    launches.clear()
+    found, normed = with_norm(x, linear, residual, norm, None)
+    assert torch.equal(found, expected) and launches == [*before, "add_parts"]
+    close(normed, norm_eager(expected, norm))
+    launches.clear()
+    linear.tiles = {16: None, 1: None}
+    found, normed = linear.end(x, residual, PLAIN, norm)
+    assert torch.equal(found, expected) and launches == [*before, "add_parts"]
+    close(normed, norm_eager(expected, norm))
+    # there is nothing to add: the norm is a launch of its own
+    found, normed = with_norm(x, linear, None, norm, None)
+    assert torch.equal(found, linear_eager(x, linear))
+    close(normed, norm_eager(found, norm))

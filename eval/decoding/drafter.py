@@ -84,13 +84,18 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class LevelDrafter(Protocol):
-    """What a drafter has besides if fewer levels cost it less time: one that drafts them one after the other.
+class SizedDrafter(Protocol):
+    """What a drafter has besides if it can draft less than it was built for.
 
-    Attributes: levels: that the next proposal has, 1 or more; None = all.
+    Attributes:
+        by_level: whether fewer levels take less time: it drafts them one after the other.
+        levels, nodes: that the next proposal has at most, 1 or more; None = all. What a drafter does not obey, the loop
+            cuts.
     """
 
+    by_level: bool
     levels: int | None
+    nodes: int | None
 
 
 @runtime_checkable

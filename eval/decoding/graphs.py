@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +65,10 @@ class CycleGraphs:
             finally:
                 self.seconds += time.perf_counter() - began
         self._latest = self.captured[key]
+        if any(map(loop.scheduler.wants_time, self._latest.cycles)):
+            began = time.perf_counter()
+            self._latest.time(loop)
+            self.seconds += time.perf_counter() - began
         return self._latest.run(loop, refill)
 
     def replay_latest(self) -> None:
@@ -104,7 +109,7 @@ def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[list[list
         finally:
             loop.commit()
         refill()
-        scheduler.learn(loop.shape, table, None if said is None else said.cpu().numpy())
+        scheduler.learn(loop.shape, np.array(table), None if said is None else said.cpu().numpy())
 
 
 def time_shapes(loop: Loop) -> None:
@@ -184,11 +189,19 @@ class _Captured:
             finally:
                 self._restore(loop)
         self.done = [torch.cuda.Event() for _ in range(2)]
+
+    def time(self, loop: Loop) -> None:
+        """Time a cycle of every shape that the scheduler has no time of, on the contexts that `start` has read."""
+        before = [value.clone() for value in loop.tensors()]
+        noise = loop.generator.get_state() if loop.generator is not None else None
         for shape, cycle in self.cycles.items():
             if loop.scheduler.wants_time(shape):
+                _copy(self.held, before)
                 cycle.graph.replay()
                 loop.scheduler.timed(shape, _device_ms(cycle.graph.replay, TIMED) / 1e3)
-                self._restore(loop)
+        loop.attach(before)
+        if loop.generator is not None:
+            loop.generator.set_state(noise)
 
     def _restore(self, loop: Loop) -> None:
         loop.attach(self.held)
@@ -258,7 +271,7 @@ class _Captured:
                 # the cycle that already runs ends before these copies: all is on one stream
                 _copy(self.held, loop.tensors())
                 loop.attach(self.held)
-            scheduler.learn(running.shape, lines, said[0].numpy() if said else None)
+            scheduler.learn(running.shape, table.numpy(), said[0].numpy() if said else None)
             running, turn = following, 1 - turn
 
     def _launch(self, loop: Loop, turn: int) -> _Cycle:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.row_random import draw_at, uniforms
-from headstart.eval.decoding.drafter import Drafter, LevelDrafter
+from headstart.eval.decoding.drafter import Drafter, SizedDrafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Step
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
@@ -116,8 +116,8 @@ class Loop:
     def take(self, shape: CycleShape) -> None:
         """Give the next cycle its shape."""
         self.shape = shape
-        if self.drafts and isinstance(self.drafter, LevelDrafter):
-            self.drafter.levels = shape.levels
+        if self.drafts and isinstance(self.drafter, SizedDrafter):
+            self.drafter.levels, self.drafter.nodes = shape.levels, shape.nodes
 
     def choose_ways(self) -> None:
         """Choose the fastest kernels for the matrix products of a cycle of this shape (CUDA only), after one ran."""

@@ -23,11 +23,13 @@ class CycleShape:
 
     Attributes:
         levels: levels that are drafted. None: all that the drafter has. 0: nothing, which is plain decoding.
+        nodes: most nodes of a tree; None: all. Chains have a node per level.
         rows: roots and nodes that the target's forward computes, over the whole batch; every root is one of them.
             None: all nodes.
     """
 
     levels: int | None = None
+    nodes: int | None = None
     rows: int | None = None
 
 
@@ -90,7 +92,7 @@ class Scheduler(Protocol):
         """What a whole cycle of a shape takes, with its drafting."""
         return None
 
-    def learn(self, shape: CycleShape, table: list[list[int]], said: NDArray[np.float32] | None) -> None:
+    def learn(self, shape: CycleShape, table: NDArray[np.int64], said: NDArray[np.float32] | None) -> None:
         """What came of a cycle. The next one already runs. Args: table: see Loop.verify. said: see `said`."""
         return None
 

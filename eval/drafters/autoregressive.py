@@ -42,6 +42,7 @@ from headstart.heads.families.autoregressive import AutoregressiveHead
 class AutoregressiveDrafter(CachedDrafter):
     """Drafts token after token with an AutoregressiveHead bound to its target."""
 
+    by_level = True
     head: AutoregressiveHead
     step: DraftStep
 
@@ -49,7 +50,6 @@ class AutoregressiveDrafter(CachedDrafter):
         super().__init__(head, tree, sampling)
         self.dynamic = tree.kind == "dynamic"
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
-        self.levels: int | None = None
         #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
 
@@ -164,7 +164,7 @@ class AutoregressiveDrafter(CachedDrafter):
             g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
             seen_BfU = growth.seen_on_path(seen_BfU)
             growth = growth.grow(penalise(logits_BfU, self.sampling, seen_BfU))
-        return growth.tree(self.max_nodes)
+        return growth.tree(min(self.nodes or self.max_nodes, self.max_nodes))
 
     def _frontier_pass(self, growth: Growth, g_BfH: Tensor) -> tuple[Tensor, Tensor]:
         """A pass over the frontier. A node sees the context, its ancestors, itself. `g_BfH`: of the last frontier."""

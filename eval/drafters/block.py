@@ -199,7 +199,8 @@ class BlockDrafter(CachedDrafter):
             # only the context's tokens are penalised: nodes of one depth and rank share a token
             seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
             log_p_KBR, ids_KBR = self.marginals.marginals(penalise(logits_KBU, self.sampling, seen_BU))
-            return self.marginals.tree((log_p_KBR.transpose(0, 1), ids_KBR.transpose(0, 1)), self.head.draft_ids_U)
+            marginals = log_p_KBR.transpose(0, 1), ids_KBR.transpose(0, 1)
+            return self.marginals.tree(marginals, self.head.draft_ids_U, self.nodes)
         tokens_BK, q_BKU, confidence_BK = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
         if q_BKU is not None:
             q_BKU = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)

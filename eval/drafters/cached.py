@@ -43,6 +43,9 @@ class CachedDrafter(ABC):
     """
 
     captures = True
+    by_level = False
+    levels: int | None = None
+    nodes: int | None = None
     kv: Buffers
     length_B: Tensor
 

@@ -198,6 +198,9 @@ class HydraDrafter:
     """Drafts level by level with a HydraHead bound to its target. The first `start` copies its weights."""
 
     captures = True
+    by_level = False
+    levels: int | None = None
+    nodes: int | None = None
 
     def __init__(self, head: HydraHead, tree: TreeConfig, sampling: Sampling):
         self.head, self.tree, self.sampling = head, tree, sampling
@@ -386,7 +389,7 @@ class HydraDrafter:
             x_BPC = self._extend(x_BPC, nodes.tokens_Bk, nodes.under_Bk)
             seen_BPV = growth.seen_on_path(seen_BPV)
             growth = growth.grow(penalise(step(x_BPC), self.sampling, seen_BPV))
-        return growth.tree(self.max_nodes)
+        return growth.tree(min(self.nodes or self.max_nodes, self.max_nodes))
 
 
 def hydra_everywhere(

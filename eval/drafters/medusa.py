@@ -26,6 +26,9 @@ class MedusaDrafter:
     """Keeps the feature of the last committed token and drafts the whole tree from it."""
 
     captures = True
+    by_level = False
+    levels: int | None = None
+    nodes: int | None = None
     prepare_s = 0.0
 
     def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling):
@@ -84,7 +87,7 @@ class MedusaDrafter:
         seen_B1V = None if self.seen_BV is None else self.seen_BV[:, None]
         logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
         if self.marginals is not None:
-            return self.marginals.tree(self.marginals.marginals(logits_BKV), None)
+            return self.marginals.tree(self.marginals.marginals(logits_BKV), None, self.nodes)
         assert self.shape is not None
         if not self.says_confidence:
             return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))

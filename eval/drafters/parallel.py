@@ -34,6 +34,7 @@ class ParallelDrafter(AutoregressiveDrafter):
     The first `start` copies its weights. It raises ConfigError for a head whose mask token is not known.
     """
 
+    by_level = False
     head: PEagleHead
 
     def __init__(self, head: PEagleHead, tree: TreeConfig, sampling: Sampling):
@@ -79,7 +80,7 @@ class ParallelDrafter(AutoregressiveDrafter):
             seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
             seen_B1U = None if seen_BU is None else seen_BU[:, None]
             logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
-            return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U)
+            return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U, self.nodes)
         ids_U = self.head.draft_ids_U
         tokens_BK, q_BKU, confidence_BK = choose_each(
             logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator, self.says_confidence

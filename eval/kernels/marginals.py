@@ -92,11 +92,13 @@ class MarginalTree:
         """(log p at temperature 1, never above 0; int64 draft-vocabulary ids) of the best tokens: […, U] → […, R]."""
         return top_log_p(logits, self.ranks)
 
-    def tree(self, marginals: tuple[Tensor, Tensor], draft_ids_U: Tensor | None) -> Tree:
+    def tree(self, marginals: tuple[Tensor, Tensor], draft_ids_U: Tensor | None, nodes: int | None = None) -> Tree:
         """The best tree, of target ids.
 
-        Args: marginals: log p and ids, [B, ≥ L, R] each; draft_ids_U: target id of each draft id; None = they are the
-            same.
+        Args:
+            marginals: log p and ids, [B, ≥ L, R] each.
+            draft_ids_U: target id of each draft id; None = they are the same.
+            nodes: of the tree, where they are to be fewer than N.
         """
         log_p_BLR, token_BLR = marginals
         score_BS = log_p_BLR.new_empty((len(log_p_BLR), self.stored))
@@ -106,7 +108,9 @@ class MarginalTree:
             (level_kernel if kernels else level_eager)(
                 stored, level, number, log_p_BLR[:, number], token_BLR[:, number]
             )
-        return (select_kernel if kernels else select_eager)(stored, self.nodes, len(self.levels), draft_ids_U)
+        return (select_kernel if kernels else select_eager)(
+            stored, min(nodes or self.nodes, self.nodes), len(self.levels), draft_ids_U
+        )
 
 
 def drafted_marginals(tree: TreeConfig, depth: int, tokens: int) -> MarginalTree | None:

@@ -8,6 +8,8 @@ Shape legend: B batch, N nodes, K levels.
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.drafter import ConfidentDrafter, Drafter, LevelDrafter
+from headstart.eval.decoding.drafter import ConfidentDrafter, Drafter, SizedDrafter
 from headstart.eval.decoding.loop import COUNT
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.scheduler import KEEP_ALL, PLAIN, CycleShape, Scheduler
@@ -27,14 +29,17 @@ from headstart.eval.scheduling.shapes import shapes_of
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.logistic import BIAS, SLOPE
 
-#: cycles that draft as many levels as there are, before the first choice
-FIRST = 4
-#: cycles of a batch that draft, where an earlier batch of that size found that no draft pays
+#: rows that must have been learned from before the first choice
+FIRST = 48
+#: cycles of a batch that draft, where it is known that no draft pays
 AGAIN = 2
-#: cycles that must have been learned from before drafting is given up
-SURE = 12
-#: cycles after which the deepest drafts are looked at again. Twice as many each time that this changed nothing
-LOOK_AFTER, LOOK_SELDOM = 32, 1024
+#: cycles that are all learned from; of later ones, every so many
+EVERY, STRIDE = 32, 4
+#: so many cycles after the last such one, one drafts a little more than is thought best: else nothing would be known of
+#: what is left out. Each time twice as many, up to the second number
+LOOK_AFTER, LOOK_SELDOM = 8, 64
+#: a change of the contexts' mean length, as a factor, after which cycles are timed again
+LONGER = 1.5
 
 
 def budget_for(drafter: Drafter, tree: TreeConfig) -> Budget:
@@ -66,9 +71,11 @@ class Budget(Scheduler):
         begin = (1.0, 0.0) if source == "confidence" else (SLOPE, BIAS)
         self.calibrating: Calibrating = ChainLogistic(levels, *begin) if linear else LevelShares(levels)
         self.books: dict[int, Estimates] = {}
-        self.verified = 0
+        self.verified = self._learned = 0
+        self._pause = LOOK_AFTER
+        self._lengths: dict[int, float] = {}
         self._said: Tensor | None = None
-        self._numbers_2K: Tensor | None = None
+        self.numbers: Tensor | None = None
 
     @property
     def said(self) -> Tensor | None:
@@ -77,16 +84,21 @@ class Budget(Scheduler):
 
     def start(self, context: Rows) -> None:
         batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
-        if self._numbers_2K is None:
-            self._numbers_2K = torch.stack([self.calibrating.scale_K, self.calibrating.bias_K]).to(device)
+        if self.numbers is None:
+            self.numbers = torch.stack([self.calibrating.scale_K, self.calibrating.bias_K]).to(device)
         if batch not in self.books:
-            by_level = isinstance(self.drafter, LevelDrafter)
+            by_level = isinstance(self.drafter, SizedDrafter) and self.drafter.by_level
             shapes = shapes_of(batch, self.drafter.max_nodes, self.levels, self.linear, by_level)
-            self.books[batch] = Estimates(shapes, batch, self.levels)
+            self.books[batch] = Estimates(shapes, batch, self.drafter.max_nodes, self.levels)
+            self._lengths[batch] = 0.0
         self.book = self.books[batch]
-        self._left = AGAIN if self._pays_not() else FIRST if not self.book.cycles else 0
-        self._off = False
-        self._since, self._after = 0, LOOK_AFTER
+        length = float(context.count_B.float().mean())
+        if not 1 / LONGER < length / max(self._lengths[batch], 1.0) < LONGER:
+            self.book.seconds.clear()
+            self._lengths[batch] = length
+        self._cycle, self._look, self._off = 0, self._pause, False
+        # of the cycles whose tables are not yet known: whether their shape was thought the best one
+        self._under_way: deque[bool] = deque()
 
     def aside(self) -> Scheduler:
         return KEEP_ALL
@@ -101,68 +113,65 @@ class Budget(Scheduler):
         self.book.seconds[shape] = seconds
 
     def reach(self, tree: Tree) -> Tensor:
-        assert self._numbers_2K is not None
-        found = reach(tree, *self._numbers_2K)
+        assert self.numbers is not None
+        found = reach(tree, *self.numbers)
         self._said = found.both_2BN
         if not self.linear:
             self._said = torch.cat([found.both_2BN, tree.depth_BN[None].to(found.both_2BN.dtype)])
         return found.log_reach_BN
 
     def next_shape(self) -> CycleShape:
-        best = None if self._off else self.book.best()
-        if self._off or not self.book.drafting:
-            return PLAIN
-        if best is None or (self._left > 0 and self.book.cycles < FIRST):
-            return self._deepest()
-        if not self._left and self._pays_not():
+        shape, meant = self._next()
+        self._under_way.append(meant)
+        return shape
+
+    def _next(self) -> tuple[CycleShape, bool]:
+        """(the shape, whether it is thought the best one)."""
+        self._cycle += 1
+        book = self.book
+        best = book.best()
+        if self._off or not book.seconds:
+            return PLAIN, True
+        if best is None or book.rows < FIRST:
+            return book.fastest(book.sizes[-1]), False
+        if self._cycle > AGAIN and book.pays_not:
             self._off = True
-            return PLAIN
-        if self._since >= self._after:
-            self._since, self._after = 0, min(2 * self._after, LOOK_SELDOM)
-            return self._deepest()
-        return best
+            return PLAIN, True
+        if self._cycle >= self._look and (larger := book.larger(best)) is not None:
+            self._look, self._pause = self._cycle + self._pause, min(2 * self._pause, LOOK_SELDOM)
+            return larger, False
+        return best, True
 
-    def _deepest(self) -> CycleShape:
-        """The fastest shape that drafts all levels: it says how likely drafts of any level are reached."""
-        levels = max(shape.levels or 0 for shape in self.book.drafting)
-        return min((s for s in self.book.drafting if s.levels == levels), key=self.book.seconds.__getitem__)
-
-    def _pays_not(self) -> bool:
-        """Whether plain decoding is faster than all drafts, as far as is known."""
-        best = self.book.best()
-        known = best is not None and PLAIN in self.book.seconds and self.book.cycles >= SURE
-        return known and best is not None and self.book.rate(best) < self.book.rate(PLAIN)
-
-    def learn(self, shape: CycleShape, table: list[list[int]], said: NDArray[np.float32] | None) -> None:
-        lines = np.array(table)
-        active_B = lines[:, COUNT] > 0
-        self.verified += int(active_B.sum())
-        if shape == PLAIN or said is None:
+    def learn(self, shape: CycleShape, table: NDArray[np.int64], said: NDArray[np.float32] | None) -> None:
+        meant = self._under_way.popleft()
+        active_B = table[:, COUNT] > 0
+        rows = int(active_B.sum())
+        places = rows if shape == PLAIN or said is None else rows * (1 + said.shape[2])
+        # of a shape with cuts, idle rows take one place each
+        self.verified += places if shape.rows is None else min(places, shape.rows - (len(table) - rows))
+        self._learned += 1
+        if shape == PLAIN or said is None or not rows or (self._learned > EVERY and self._learned % STRIDE):
             return
-        accepted_B = np.where(active_B, lines[:, COUNT] - 1, 0)
-        reach_BN = np.exp(said[1])
+        accepted_B = np.where(active_B, table[:, COUNT] - 1, 0)
+        reach_BN = np.where(active_B[:, None], np.exp(said[1]), 0.0)
         depth_BN = said[2] if len(said) > 2 else np.broadcast_to(np.arange(1.0, said.shape[2] + 1), said.shape[1:])
-        kept_BN = self.book.learn(shape, reach_BN, depth_BN, int(active_B.sum()), int(accepted_B.sum()))
-        self.verified += int(kept_BN.sum())
-        self._left, self._since = max(self._left - 1, 0), self._since + 1
-        if shape.levels == self.levels:
-            self._since = 0
+        kept_BN = self.book.learn(shape, reach_BN, depth_BN, accepted_B[active_B], meant)
         if self.calibrating.learn(said, active_B, accepted_B, kept_BN):
             self._send()
 
     def _send(self) -> None:
         """Copy the numbers to the device: the next cycle that is launched reads them."""
-        assert self._numbers_2K is not None
+        assert self.numbers is not None
         new_2K = torch.stack([self.calibrating.scale_K, self.calibrating.bias_K])
-        self._numbers_2K.copy_(new_2K.pin_memory() if self._numbers_2K.is_cuda else new_2K, non_blocking=True)
+        self.numbers.copy_(new_2K.pin_memory() if self.numbers.is_cuda else new_2K, non_blocking=True)
 
     def to_json(self) -> dict[str, Any]:
         """What was found at each batch size, for reports."""
         return {
             str(batch): {
-                "cycles": book.cycles, "correction": book.correction,
+                "rows": book.rows, "correction": book.correction,
                 "shapes": [
-                    {"levels": s.levels, "rows": s.rows, "ms": book.seconds[s] * 1e3, "tokens_per_s": book.rate(s)}
+                    {**asdict(s), "ms": book.seconds[s] * 1e3, "tokens_per_s": book.rate(s)}
                     for s in book.shapes if s in book.seconds
                 ],
             }

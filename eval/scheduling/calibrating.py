@@ -17,8 +17,8 @@ from torch import Tensor
 from headstart.eval.tuning.logistic import Logistic, start, update
 
 Floats = NDArray[np.float32]
-#: cycles between two fits
-FIT_EVERY = 8
+#: cycles that are learned from between two fits, at first and after so many fits
+FIT_SOON, FIT_LATER, SOON = 8, 32, 8
 #: how much of its weight the past keeps at a fit
 KEEP = 0.9
 #: nodes that count as said and as accepted before any was
@@ -52,6 +52,7 @@ class ChainLogistic:
         begin = start(levels)
         self.state = Logistic(torch.tensor(slope), torch.full((levels,), bias), begin.precision)
         self.scale_K, self.bias_K = torch.full((levels,), slope), torch.full((levels,), bias)
+        self._fits = 0
         self._waiting: list[tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = []
 
     def learn(
@@ -61,8 +62,9 @@ class ChainLogistic:
         logit_BK = np.zeros((len(active_B), len(self.bias_K)), np.float32)
         logit_BK[:, : said.shape[2]] = said[0]
         self._waiting.append((logit_BK, np.where(active_B, accepted_B, 0), judged_B))
-        if len(self._waiting) < FIT_EVERY:
+        if len(self._waiting) < (FIT_SOON if self._fits < SOON else FIT_LATER):
             return False
+        self._fits += 1
         given = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self._waiting, strict=True)]
         self._waiting.clear()
         self.state = update(self.state, *given, keep=KEEP)
@@ -79,7 +81,7 @@ class LevelShares:
     def __init__(self, levels: int):
         self.scale_K, self.bias_K = torch.ones(levels), torch.zeros(levels)
         self.said_K, self.was_K = np.zeros(levels), np.zeros(levels)
-        self._turn = 0
+        self._waiting = self._fits = 0
 
     def learn(
         self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_]
@@ -89,9 +91,10 @@ class LevelShares:
         depth_BN = said[2].astype(np.int64).clip(0, len(level_K))
         self.said_K += np.bincount(depth_BN.ravel(), reach_BN.ravel(), len(level_K) + 1)[1:]
         self.was_K += (accepted_B[active_B, None] >= level_K).sum(0)
-        self._turn += 1
-        if self._turn % FIT_EVERY:
+        self._waiting += 1
+        if self._waiting < (FIT_SOON if self._fits < SOON else FIT_LATER):
             return False
+        self._waiting, self._fits = 0, self._fits + 1
         # given that the level above was accepted: what was, over what was said
         share_K = np.log((self.was_K + PRIOR) / (self.said_K + PRIOR))
         step_K = np.diff(share_K, prepend=0.0).clip(-LARGEST_STEP, LARGEST_STEP) * PACE

@@ -2,13 +2,15 @@
 
 DSpark's scheduler as engines run it (arXiv 2607.05147, §5.2): of all shapes the one with the most expected tokens per
 time wins, without an early stop. What is said is some cycles old, so that the choice depends on no current draft.
-Shape legend: B rows, N nodes, K levels.
+Shape legend: B rows, N nodes.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,85 +18,161 @@ from numpy.typing import NDArray
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 
 Floats = NDArray[np.float32]
-#: rows whose drafts are averaged: the estimate of a small batch needs several cycles, that of a large one none
-AVERAGED = 48
+#: (levels, nodes of a row)
+Size = tuple[int, int]
+#: rows whose drafts are averaged: the estimate of a small batch needs several cycles, that of a large one hardly any
+RECENT = 48
+#: the same of what is kept for long: how shapes compare, and whether drafting pays at all
+LASTING = 8192
+#: rows that must have been learned from before drafting may be found not to pay; standard errors that it must lack
+SURE, ERRORS = 32, 1.0
+#: cycles of a row that tell as much as one, since the drafts of a context are alike
+ALIKE = 16
 #: how much a cycle's accepted drafts still count after the next one, where they correct what was expected
 KEEP = 0.98
 #: accepted drafts that count as expected and as accepted before any was
 PRIOR = 8.0
 
 
+@dataclass
+class Mean:
+    """A mean in which older values count less. Args: over: rows that it averages."""
+
+    over: float
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, rows: int) -> None:
+        """Args: value: the mean of so many rows."""
+        share = 1 - math.exp(-rows / self.over)
+        self.total = (1 - share) * self.total + share * value
+        self.weight = (1 - share) * self.weight + share
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+@dataclass
+class Ratio:
+    """The quotient of two means over the same rows."""
+
+    value: Mean = field(default_factory=lambda: Mean(LASTING))
+    before: Mean = field(default_factory=lambda: Mean(LASTING))
+
+    def add(self, value: float, before: float, rows: int) -> None:
+        self.value.add(value, rows)
+        self.before.add(before, rows)
+
+    def of(self, before: float | None) -> float | None:
+        """The value that goes with this one; None while nothing is known."""
+        if before is None or not self.before.weight:
+            return None
+        return before * self.value.value / max(self.before.value, 1e-6)
+
+
 class Estimates:
     """Tokens per second of every shape at one batch size.
 
+    Args: nodes, levels: of the largest tree.
+
     Attributes:
         seconds: of a whole cycle of each shape, where it is known.
-        cycles: that were learned from.
+        rows: that were learned from, over all cycles.
     """
 
-    def __init__(self, shapes: Sequence[CycleShape], batch: int, levels: int):
-        self.shapes, self.batch, self.levels = list(shapes), batch, levels
+    def __init__(self, shapes: Sequence[CycleShape], batch: int, nodes: int, levels: int):
+        self.shapes, self.batch, self.most = list(shapes), batch, (levels, nodes)
         self.seconds: dict[CycleShape, float] = {}
-        self.cycles = 0
-        # of each shape: weighted sum of the expected accepted drafts per active row, and the weights
-        self._sums: dict[CycleShape, tuple[float, float]] = dict.fromkeys(shapes, (0.0, 0.0))
+        self.rows = 0
+        #: what shapes draft, (levels, nodes), in order
+        self.sizes = sorted({self.size(shape) for shape in shapes if shape != PLAIN})
+        # of each shape: expected accepted drafts per row
+        self._recent = {shape: Mean(RECENT) for shape in shapes}
+        # of each shape, and of each size as a whole: how its drafts compare to all those of the size before
+        self._ratio: dict[CycleShape | Size, Ratio] = defaultdict(Ratio)
         self._expected = self._accepted = PRIOR
+        self._meant = 0
+        # what rows committed, over what plain decoding commits in that time: mean and mean square
+        self._gain, self._square = Mean(LASTING), Mean(LASTING)
 
-    @property
-    def drafting(self) -> list[CycleShape]:
-        """The shapes that draft and whose time is known."""
-        return [shape for shape in self.shapes if shape != PLAIN and shape in self.seconds]
+    def size(self, shape: CycleShape) -> Size:
+        """(levels, nodes of a row) that it drafts."""
+        levels, nodes = self.most
+        return shape.levels if shape.levels is not None else levels, shape.nodes or nodes
+
+    def fastest(self, size: Size) -> CycleShape:
+        """Of the shapes that draft this much, the fastest: it says as much as the others of how likely drafts are."""
+        return min((s for s in self.shapes if s != PLAIN and self.size(s) == size), key=self._time)
+
+    def larger(self, shape: CycleShape) -> CycleShape | None:
+        """The fastest shape that drafts a little more; None where there is none."""
+        own = self.size(shape)
+        more = [size for size in self.sizes if size[0] > own[0] or size[1] > own[1]]
+        return self.fastest(more[0]) if more else None
+
+    def _time(self, shape: CycleShape) -> float:
+        return self.seconds.get(shape, math.inf)
 
     def learn(
-        self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, active: int, accepted: int
+        self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, accepted_R: NDArray[np.int64], meant: bool
     ) -> NDArray[np.bool_]:
-        """Take what a cycle said of its drafts.
+        """Take what a cycle said of its drafts, and what was accepted.
 
         Args:
             reach_BN: probability that each node is reached, 0 where none is.
-            active: rows that decoded. accepted: their accepted drafts.
+            accepted_R: accepted drafts of the rows that decoded, one or more.
+            meant: whether the shape was thought the best one, not only looked at.
         Returns: kept_BN, the nodes that were verified.
         """
-        kept_BN = self._kept(ran, reach_BN)
-        self.cycles += 1
-        if not active:
-            return kept_BN
-        share = 1 - math.exp(-active / AVERAGED)
-        drafted = self.levels if ran.levels is None else ran.levels
-        order: dict[int, Floats] = {}
-        for shape in self.shapes:
-            levels = self.levels if shape.levels is None else shape.levels
-            if shape == PLAIN or levels > drafted:
-                continue
-            if levels not in order:
-                within = reach_BN if levels == drafted else np.where(depth_BN <= levels, reach_BN, 0.0)
-                order[levels] = np.cumsum(-np.sort(-within, axis=None))
-            budget = order[levels].size if shape.rows is None else min(shape.rows - self.batch, order[levels].size)
-            found = float(order[levels][budget - 1]) / active
-            total, weight = self._sums[shape]
-            self._sums[shape] = (1 - share) * total + share * found, (1 - share) * weight + share
+        rows, accepted = len(accepted_R), int(accepted_R.sum())
+        self.rows += rows
+        self._learn_reach(ran, reach_BN, depth_BN, rows)
+        kept_BN = kept(reach_BN, None if ran.rows is None else ran.rows - self.batch)
         self._expected = KEEP * self._expected + (1 - KEEP) * PRIOR + float(reach_BN[kept_BN].sum())
         self._accepted = KEEP * self._accepted + (1 - KEEP) * PRIOR + accepted
+        if meant and PLAIN in self.seconds and ran in self.seconds:
+            self._meant += rows
+            gain_R = (1 + accepted_R) * (self.seconds[PLAIN] / self.seconds[ran])
+            self._gain.add(float(gain_R.mean()), rows)
+            self._square.add(float((gain_R**2).mean()), rows)
         return kept_BN
 
-    def _kept(self, ran: CycleShape, reach_BN: Floats) -> NDArray[np.bool_]:
-        kept_BN = reach_BN > 0
-        if ran.rows is None or (budget := ran.rows - self.batch) >= int(kept_BN.sum()):
-            return kept_BN
-        order = np.argsort(-reach_BN, axis=None, kind="stable")[:budget]
-        kept_F = np.zeros(reach_BN.size, dtype=bool)
-        kept_F[order] = True
-        return kept_F.reshape(reach_BN.shape) & kept_BN
+    def _learn_reach(self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, rows: int) -> None:
+        """A size that is larger than what this cycle drafted gains over the one before it what it gained earlier."""
+        levels, nodes = self.size(ran)
+        before: float | None = None
+        for size in self.sizes:
+            told = size[0] <= levels and size[1] <= nodes
+            sums = likeliest(reach_BN, depth_BN, *size) / rows if told else None
+            members = [shape for shape in self.shapes if shape != PLAIN and self.size(shape) == size]
+            whole = None
+            for what in (*members, size):
+                count = what.rows - self.batch if isinstance(what, CycleShape) and what.rows else None
+                if sums is not None:
+                    whole = float(sums[-1 if count is None else min(count, len(sums)) - 1])
+                    if before is not None:
+                        self._ratio[what].add(whole, before, rows)
+                else:
+                    whole = self._ratio[what].of(before)
+                if whole is not None and isinstance(what, CycleShape):
+                    self._recent[what].add(whole, rows)
+            before = whole
+
+    @property
+    def pays_not(self) -> bool:
+        """Whether it is clear that plain decoding is faster than what was drafted."""
+        count = min(self._meant, LASTING) / ALIKE
+        if self._meant < SURE or not self._gain.weight:
+            return False
+        mean = self._gain.value
+        error = math.sqrt(max(self._square.value - mean**2, 0.0) / count)
+        return mean + ERRORS * error < 1
 
     @property
     def correction(self) -> float:
         """Accepted drafts per expected one."""
         return self._accepted / self._expected
-
-    def drafts(self, shape: CycleShape) -> float | None:
-        """Accepted drafts per row and cycle to expect; None while nothing is known."""
-        total, weight = self._sums[shape]
-        return None if weight == 0 else self.correction * total / weight
 
     def rate(self, shape: CycleShape) -> float:
         """Tokens per second of a row to expect; 0 while nothing is known."""
@@ -102,10 +180,32 @@ class Estimates:
             return 0.0
         if shape == PLAIN:
             return 1 / self.seconds[shape]
-        drafts = self.drafts(shape)
-        return 0.0 if drafts is None else (1 + drafts) / self.seconds[shape]
+        mean = self._recent[shape]
+        return (1 + self.correction * mean.value) / self.seconds[shape] if mean.weight else 0.0
 
     def best(self) -> CycleShape | None:
-        """The drafting shape with the highest rate; None while no rate is known."""
-        known = [shape for shape in self.drafting if self.drafts(shape) is not None]
-        return max(known, key=self.rate, default=None)
+        """The shape that drafts and has the highest rate; None while no rate is known."""
+        drafting = [shape for shape in self.shapes if shape != PLAIN]
+        best = max(drafting, key=self.rate)
+        return best if self.rate(best) else None
+
+
+def likeliest(reach_BN: Floats, depth_BN: Floats, levels: int, nodes: int) -> Floats:
+    """Sums of the largest probabilities of a batch, [n] = that of the n + 1 largest.
+
+    Args: levels, nodes: of each row, those on other levels and beyond its likeliest ones are left out.
+    """
+    within = np.where(depth_BN <= levels, reach_BN, 0.0)
+    if nodes < within.shape[1]:
+        within = -np.partition(-within, nodes - 1, axis=1)[:, :nodes]
+    return np.cumsum(-np.sort(-within, axis=None))
+
+
+def kept(reach_BN: Floats, budget: int | None) -> NDArray[np.bool_]:
+    """The likeliest nodes, as `flat.cut` keeps them. Args: budget: how many; None = all."""
+    real_BN = reach_BN > 0
+    if budget is None or budget >= int(real_BN.sum()):
+        return real_BN
+    kept_F = np.zeros(reach_BN.size, dtype=bool)
+    kept_F[np.argsort(-reach_BN, axis=None, kind="stable")[:budget]] = True
+    return kept_F.reshape(reach_BN.shape) & real_BN

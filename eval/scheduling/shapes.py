@@ -1,7 +1,7 @@
 """Which shapes the cycles of a batch may have. Each one is a captured graph, so there are about a dozen.
 
-A cycle costs time by its levels (in drafters that draft them one after the other) and by the rows of the target's
-forward. Rows beyond what is likely to be accepted are waste, and so are shapes that lie close to each other.
+A cycle costs time by its levels (in drafters that draft them one after the other), by the nodes of a row (attention
+reads all of them) and by the rows of the target's forward.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 
 #: chains that are verified as a whole, besides the deepest one
 CHAINS = (1, 2, 3, 5)
-#: rows per sequence, where nodes are cut: from one draft for every second sequence upwards
-ROWS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-#: most rows per sequence, of chains
-CHAIN_ROWS = 4
-#: levels of a tree, besides all, in drafters that draft level after level
-TREE_LEVELS = (2, 3)
+#: rows per sequence, where the nodes of a chain are cut: from one draft for every second sequence upwards
+CHAIN_ROWS = (1.5, 2, 3, 4)
+#: a batch from which nodes are cut: in a smaller one a shorter chain or a smaller tree does as well
+CUT = 4
+#: rows per sequence of trees; of those with fewer levels than there are
+TREE_ROWS, SHORT_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32), (2, 3)
+#: levels of trees, besides all, in drafters that draft level after level; in a batch without cuts
+TREE_LEVELS, SMALL_LEVELS = (2, 3), (2, 3, 4)
+#: nodes of a row per level, in a batch without cuts
+NODES = (1, 2, 3)
+#: the most nodes of a row, as a multiple of the mean
+SPREAD = 3
+#: rows of a whole batch up to which a tree's nodes may be verified
+MOST_ROWS = 512
 #: a shape whose rows are more than this share of all places is not worth a graph of its own
 ALMOST_ALL = 0.85
-#: rows of a whole batch up to which all nodes of a tree may be verified
-MOST_WHOLE = 512
-#: a batch from which nodes of chains are cut: in a smaller one a shorter chain does as well
-CUT_CHAINS = 4
 
 
 def shapes_of(batch: int, nodes: int, levels: int, linear: bool, by_level: bool) -> list[CycleShape]:
-    """The shapes, plain decoding first, then from the cheapest to the dearest of each number of levels.
+    """The shapes, plain decoding first; the last one drafts all that there is, or nearly.
 
     Args:
         nodes: of the largest tree, without the root. levels: of it.
@@ -37,26 +41,25 @@ def shapes_of(batch: int, nodes: int, levels: int, linear: bool, by_level: bool)
 
 def _chains(batch: int, levels: int, by_level: bool) -> list[CycleShape]:
     found = []
-    depths = [depth for depth in CHAINS if depth < levels] + [levels]
-    for depth in depths:
+    for depth in [depth for depth in CHAINS if depth < levels] + [levels]:
         # where all levels cost the same, the deepest chain alone is cut
-        if batch >= CUT_CHAINS and (depth == levels or (by_level and depth > 3)):
-            found += [CycleShape(depth, rows) for rows in _cuts(batch, depth) if rows <= CHAIN_ROWS * batch]
+        if batch >= CUT and (depth == levels or (by_level and depth > 3)):
+            rows = dict.fromkeys(round(batch * share) for share in CHAIN_ROWS)
+            found += [CycleShape(depth, rows=n) for n in rows if batch < n <= ALMOST_ALL * batch * (depth + 1)]
         found.append(CycleShape(depth))
     return found
 
 
 def _trees(batch: int, nodes: int, levels: int, by_level: bool) -> list[CycleShape]:
+    small = batch < CUT
+    depths = [depth for depth in (SMALL_LEVELS if small else TREE_LEVELS) if by_level and depth < levels] + [levels]
+    if small:
+        sizes = [(depth, depth * share) for depth in depths for share in NODES]
+        return [*(CycleShape(depth, size) for depth, size in sizes if size < nodes), CycleShape(levels, nodes)]
     found = []
-    for depth in [depth for depth in TREE_LEVELS if depth < levels and by_level and batch >= CUT_CHAINS]:
-        found += [CycleShape(depth, rows) for rows in _cuts(batch, nodes) if batch < rows <= CHAIN_ROWS * batch]
-    found += [CycleShape(levels, rows) for rows in _cuts(batch, nodes) if rows <= max(MOST_WHOLE, 3 * batch)]
-    if not found or batch * (nodes + 1) <= MOST_WHOLE:
-        found.append(CycleShape(levels))
-    return found
-
-
-def _cuts(batch: int, nodes: int) -> list[int]:
-    """Numbers of rows, each above the batch and below all places."""
-    rows = [round(batch * share) for share in ROWS]
-    return [n for n in dict.fromkeys(rows) if batch < n <= ALMOST_ALL * batch * (nodes + 1)]
+    for depth in depths:
+        for share in TREE_ROWS if depth == levels else SHORT_ROWS:
+            most = min(nodes, SPREAD * (share - 1))
+            if share <= most and batch * share <= max(MOST_ROWS, 3 * batch):
+                found.append(CycleShape(depth, most, batch * share))
+    return found or [CycleShape(levels, nodes)]

@@ -96,5 +96,6 @@ class EveryShape(Budget):
 
     def next_shape(self) -> CycleShape:
         shapes = self.shapes()[1:]
+        super().next_shape()
         self.ran.append(shapes[len(self.ran) % len(shapes)])
         return self.ran[-1]

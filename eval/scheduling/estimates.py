@@ -24,10 +24,9 @@ Size = tuple[int, int]
 RECENT = 48
 #: the same of what is kept for long: how shapes compare, and whether drafting pays at all
 LASTING = 8192
-#: rows that must have been learned from before drafting may be found not to pay; standard errors that it must lack
-SURE, ERRORS = 32, 1.0
-#: cycles of a row that tell as much as one, since the drafts of a context are alike
-ALIKE = 16
+#: what drafting is believed to gain before anything is known, and how many rows that belief counts as: the first
+#: contexts of a small batch may be harder than the others
+BELIEF, BELIEVED = 1.05, 256
 #: how much a cycle's accepted drafts still count after the next one, where they correct what was expected
 KEEP = 0.98
 #: accepted drafts that count as expected and as accepted before any was
@@ -93,8 +92,8 @@ class Estimates:
         self._ratio: dict[CycleShape | Size, Ratio] = defaultdict(Ratio)
         self._expected = self._accepted = PRIOR
         self._meant = 0
-        # what rows committed, over what plain decoding commits in that time: mean and mean square
-        self._gain, self._square = Mean(LASTING), Mean(LASTING)
+        # what rows committed, over what plain decoding commits in that time
+        self._gain = Mean(LASTING)
 
     def size(self, shape: CycleShape) -> Size:
         """(levels, nodes of a row) that it drafts."""
@@ -135,7 +134,6 @@ class Estimates:
             self._meant += rows
             gain_R = (1 + accepted_R) * (self.seconds[PLAIN] / self.seconds[ran])
             self._gain.add(float(gain_R.mean()), rows)
-            self._square.add(float((gain_R**2).mean()), rows)
         return kept_BN
 
     def _learn_reach(self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, rows: int) -> None:
@@ -161,13 +159,9 @@ class Estimates:
 
     @property
     def pays_not(self) -> bool:
-        """Whether it is clear that plain decoding is faster than what was drafted."""
-        count = min(self._meant, LASTING) / ALIKE
-        if self._meant < SURE or not self._gain.weight:
-            return False
-        mean = self._gain.value
-        error = math.sqrt(max(self._square.value - mean**2, 0.0) / count)
-        return mean + ERRORS * error < 1
+        """Whether plain decoding is faster than what was drafted."""
+        count = min(self._meant, LASTING)
+        return bool(count) and count * self._gain.value + BELIEVED * BELIEF < count + BELIEVED
 
     @property
     def correction(self) -> float:

@@ -3,8 +3,8 @@
 With 1 to 64 rows a product mostly reads its weights, so memory limits its speed. One kernel keeps several weight tiles
 in flight per multiprocessor. It takes the weights as the tall operand, so that Hopper's matrix units waste little on
 few rows. A second kernel is for small matrices (those of a small target or of a draft): it has no loop, and loads its
-weights before the kernel in front of it has ended. The kernels stand in linear_kernels.py; ways.py measures which of
-them runs with which tile sizes, or whether cuBLAS does.
+weights before the kernel in front of it has ended. Both cut more than 64 rows into tiles of 64. The kernels stand in
+linear_kernels.py; ways.py measures which of them runs with which tile sizes, or whether cuBLAS does.
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -32,8 +32,12 @@ if triton is not None:
         whole_product,
     )
 
+#: rows that a program of the matrix units takes at most; beyond them cuBLAS runs unless another way was chosen
+TILE_ROWS = 64
+#: rows that the same choice of tiles serves at most: 1, or the sizes that rows are padded to
+BUCKETS = (1, 16, 32, TILE_ROWS, 128, 256, 512)
 #: rows beyond which products go to cuBLAS
-MAX_ROWS = 64
+MAX_ROWS = BUCKETS[-1]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -98,7 +102,8 @@ class Linear:
         activation: None, or a key of ACTIVATIONS.
         alone: with `activation`: there is no gate, the activation is of the product itself.
         residual: whether the model adds a residual, so that ways are timed with one and with the norm behind it.
-        tiles: row bucket → Tiles, or None for cuBLAS. Without an entry DEFAULT runs, in float32 cuBLAS.
+        tiles: row bucket → Tiles, or None for cuBLAS. Without an entry DEFAULT runs, or cuBLAS in float32 and for more
+            than TILE_ROWS rows.
     """
 
     weight_NK: Tensor
@@ -129,7 +134,8 @@ class Linear:
         rows = x_RK.shape[0]
         if rows > MAX_ROWS or not wants_kernel(x_RK):
             return None
-        return self.tiles.get(row_bucket(rows), DEFAULT if on_matrix_units(x_RK.dtype) else None)
+        default = DEFAULT if rows <= TILE_ROWS and on_matrix_units(x_RK.dtype) else None
+        return self.tiles.get(row_bucket(rows), default)
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """(the call's result, its norm). The kernel that adds up a split product, or cuBLAS's product and a residual,
@@ -152,8 +158,13 @@ class Linear:
 
 
 def row_bucket(rows: int) -> int:
-    """Most rows that the same choice of tiles serves: 1, or the padded sizes of the matrix units (16, 32, 64)."""
-    return 1 if rows == 1 else next(size for size in (16, 32, 64) if rows <= size)
+    """Most rows that the same choice of tiles serves. Args: rows: at most MAX_ROWS."""
+    return 1 if rows == 1 else next(size for size in BUCKETS[1:] if rows <= size)
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of one program of the matrix units, padded."""
+    return min(TILE_ROWS, max(16, row_bucket(rows)))
 
 
 def on_matrix_units(dtype: torch.dtype) -> bool:
@@ -249,23 +260,27 @@ def _launch_product(
 ) -> None:
     """Run a kernel of the matrix units, with or without a loop. Args: out: [R, N], or of each split [S, R, N]."""
     (rows, inputs), outputs, weight_NK = x_RK.shape, linear.outputs, linear.weight_NK
-    padded_rows = max(16, row_bucket(rows))
+    padded_rows = tile_rows(rows)
+    many = rows > padded_rows
+    # numbered first, so that neighbouring programs read the same weights
+    tiles_of_rows = (triton.cdiv(rows, padded_rows),) if many else ()
     if tiles.whole:
         first, rest = whole_tiles(inputs // tiles.splits)
         # gate and up have a tile of `outputs` each
-        launch(whole_product, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
+        launch(whole_product, (*tiles_of_rows, triton.cdiv(outputs, tiles.outputs), tiles.splits),
             x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, inputs // tiles.splits, BR=padded_rows,
-            BN=tiles.outputs, BK=first, BL=rest, SPLITS=tiles.splits, num_warps=tiles.warps, num_stages=1, **flags,
+            BN=tiles.outputs, BK=first, BL=rest, SPLITS=tiles.splits, MANY=many, num_warps=tiles.warps, num_stages=1,
+            **flags,
         )  # fmt: skip
         return
     tile_outputs = max(16, tiles.outputs // 2) if flags["PAIRED"] else tiles.outputs
     # weights that a program fetches before the kernel in front of it has ended: input tiles, and elements per line
     ahead = min(tiles.stages, triton.cdiv(inputs, tiles.inputs * tiles.splits))
     line = min(tiles.inputs, LINE_BYTES // weight_NK.element_size())
-    launch(tiled_product, (triton.cdiv(outputs, tile_outputs), tiles.splits),
+    launch(tiled_product, (*tiles_of_rows, triton.cdiv(outputs, tile_outputs), tiles.splits),
         x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, BR=padded_rows, BN=tile_outputs, BK=tiles.inputs,
         EVEN=inputs % (tiles.inputs * tiles.splits) == 0, AHEAD=ahead, LINE=line, SPLITS=tiles.splits,
-        num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+        MANY=many, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
     )  # fmt: skip
 
 

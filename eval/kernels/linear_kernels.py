@@ -56,21 +56,28 @@ def tiled_product(
     x, weight, bias, residual, out, rows, outputs, inputs,
     PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    LINE: tl.constexpr, OVERLAP: tl.constexpr, SPLITS: tl.constexpr,
+    LINE: tl.constexpr, OVERLAP: tl.constexpr, SPLITS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of all rows. PAIRED: output n comes from weight rows n (gate) and `outputs` + n (up).
+    """BN outputs of all rows, or where there are MANY, of BR rows. PAIRED: output n comes from weight rows n (gate) and
+    `outputs` + n (up).
 
-    SPLITS > 1: program_id(1) numbers the part of the inputs; `out` is float32 [SPLITS, rows, outputs].
+    Programs are numbered by tile of outputs and, where SPLITS > 1, part of the inputs; `out` is then float32 [SPLITS,
+    rows, outputs]. MANY: they are numbered by tile of rows first, so that neighbours read the same weights.
     """
+    # the axis of the grid that numbers the outputs; whether weights that were read may leave the cache at once
+    AXIS: tl.constexpr = 1 if MANY else 0
+    POLICY: tl.constexpr = "" if MANY else "evict_first"
     begin, end = 0, inputs
     if SPLITS > 1:
-        begin = tl.program_id(1) * (inputs // SPLITS)
+        begin = tl.program_id(AXIS + 1) * (inputs // SPLITS)
         end = begin + inputs // SPLITS
-    output = tl.program_id(0) * BN + tl.arange(0, BN)
+    output = tl.program_id(AXIS) * BN + tl.arange(0, BN)
     inside = output < outputs
     # a clamped index keeps loads free of masks; what it computes is not stored
     weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
     row = tl.arange(0, BR)
+    if MANY:
+        row += tl.program_id(0) * BR
     real = row < rows
     channel = tl.arange(0, BK)
     weight_at = weight + weight_row[:, None] * inputs + channel[None, :]
@@ -98,7 +105,7 @@ def tiled_product(
     for first in range(begin, end, BK):
         if EVEN:
             part = tl.load(x_at + first, mask=real[None, :], other=0.0)
-            tile = tl.load(weight_at + first, eviction_policy="evict_first")
+            tile = tl.load(weight_at + first, eviction_policy=POLICY)
         else:
             here = channel < inputs - first
             part = tl.load(x_at + first, mask=real[None, :] & here[:, None], other=0.0)
@@ -106,12 +113,12 @@ def tiled_product(
         sums = tl.dot(tile, part, sums, input_precision="ieee")
         if PAIRED:
             if EVEN:
-                tile = tl.load(up_at + first, eviction_policy="evict_first")
+                tile = tl.load(up_at + first, eviction_policy=POLICY)
             else:
                 tile = tl.load(up_at + first, mask=(channel < inputs - first)[None, :], other=0.0)
             ups = tl.dot(tile, part, ups, input_precision="ieee")
     if SPLITS > 1:
-        place += tl.program_id(1) * rows * outputs
+        place += tl.program_id(AXIS + 1) * rows * outputs
     _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, ACT, BIAS, RESIDUAL)
 
 
@@ -120,19 +127,23 @@ def whole_product(
     x, weight, bias, residual, out, rows, outputs, inputs, length,
     PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BR: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of all rows from `length` inputs: a tile of BK and, where BL > 0, one that holds the rest.
 
-    SPLITS > 1: as in tiled_product.
+    MANY, SPLITS > 1: as in tiled_product.
     """
+    AXIS: tl.constexpr = 1 if MANY else 0
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     begin = 0
     if SPLITS > 1:
-        begin = tl.program_id(1) * length
-    output = tl.program_id(0) * BN + tl.arange(0, BN)
+        begin = tl.program_id(AXIS + 1) * length
+    output = tl.program_id(AXIS) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
     row = tl.arange(0, BR)
+    if MANY:
+        row += tl.program_id(0) * BR
     real = (row < rows)[None, :]
     channel = tl.arange(0, BK)
     weight_at = weight + weight_row[:, None] * inputs + begin
@@ -173,7 +184,7 @@ def whole_product(
         if PAIRED:
             ups = tl.dot(up_tail, last, ups, input_precision="ieee")
     if SPLITS > 1:
-        place += tl.program_id(1) * rows * outputs
+        place += tl.program_id(AXIS + 1) * rows * outputs
     _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, ACT, BIAS, RESIDUAL)
 
 

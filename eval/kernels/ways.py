@@ -16,12 +16,14 @@ from headstart.eval.kernels.launch import compile_ahead, graph_time, triton, wai
 from headstart.eval.kernels.linear import (
     DEFAULT,
     MAX_ROWS,
+    TILE_ROWS,
     Linear,
     Tiles,
     linear_by,
     on_matrix_units,
     row_bucket,
     splittable,
+    tile_rows,
     whole_tiles,
     with_norm,
 )
@@ -34,6 +36,10 @@ CANDIDATES = (
     # fewer tiles in flight: two programs share a multiprocessor, and the last wave of programs is fuller
     Tiles(64, 128, 4, 3),
 )  # fmt: skip
+#: tried in their place for more than TILE_ROWS rows. There are few, because each takes time to measure; for more than
+#: FEW_ROWS rows LARGE_CANDIDATES and SPLIT_CANDIDATES are left out as well
+MANY_CANDIDATES = (DEFAULT, Tiles(128, 64, 4, 5))
+FEW_ROWS = 128
 #: tried as well for matrices of at least LARGE_BYTES
 LARGE_BYTES = 16 << 20
 LARGE_CANDIDATES = (
@@ -147,13 +153,14 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
     if rows == 1:
         ways += VECTOR_CANDIDATES
     if on_matrix_units(linear.weight_NK.dtype):
-        ways += CANDIDATES
-        if large:
+        many = rows > TILE_ROWS
+        ways += MANY_CANDIDATES if many else CANDIDATES
+        if large and rows <= FEW_ROWS:
             ways += LARGE_CANDIDATES
-        if _splits(linear) and (large or rows > 1):
+        if _splits(linear) and (large or rows > 1) and rows <= FEW_ROWS:
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
         if small and rows > 1:
-            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _fits(tiles, linear, rows)]
+            ways += [tiles for tiles in SMALL_CANDIDATES if (_fits(tiles, linear, rows) if tiles.whole else not many)]
     return ways
 
 
@@ -172,7 +179,7 @@ def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
         return False
     first, rest = whole_tiles(linear.weight_NK.shape[1] // tiles.splits)
     outputs = tiles.outputs * (2 if linear.gated else 1)
-    return first >= 16 and (first + rest) * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
+    return first >= 16 and (first + rest) * (outputs + tile_rows(rows)) <= WHOLE_ELEMENTS
 
 
 def measure(members: list[Linear], rows: int) -> dict[Tiles | None, float]:

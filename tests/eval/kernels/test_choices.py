@@ -12,10 +12,11 @@ import torch
 
 from headstart.eval.kernels.choices import Choices
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.kernels.ways import CANDIDATES, Measured
+from headstart.eval.kernels.ways import CANDIDATES, MANY_CANDIDATES, Measured
 
 CARD = {"card": "Some GPU", "torch": "2.11", "triton": "3.6", "kernels": "abc"}
 FAST, SLOW = CANDIDATES[1], None
+MANY = MANY_CANDIDATES[1]
 
 
 def products(dtype: torch.dtype = torch.bfloat16) -> list[list[Linear]]:
@@ -41,6 +42,21 @@ def test_a_second_run_takes_what_the_first_chose(tmp_path: Path) -> None:
     assert kept is not None and kept.hidden_bytes == 8 << 20
     assert kept.microseconds == {"128×64 silu": 2.0, "64×64": 1.0}
     assert [linear.tiles for group in groups for linear in group] == [{16: FAST}, {16: FAST}, {16: SLOW}, {16: SLOW}]
+
+
+def test_more_rows_than_a_tile_are_a_choice_of_their_own(tmp_path: Path) -> None:
+    """A file of few rows says nothing of many: those are measured, and kept beside it."""
+    choices = Choices(tmp_path, CARD)
+    chosen(choices, 64)
+    groups = products()
+    assert choices.read(groups, 96, "heads") is None and not groups[0][0].tiles
+    measured = [Measured(groups[0], {MANY: 2.0, None: 3.0}), Measured(groups[1], {MANY: 4.0, None: 1.0})]
+    for each in measured:
+        each.choose(96, each.close[0])
+    choices.keep(measured, 96, 0, "heads")
+    again = products()
+    assert choices.read(again, 64, "heads") is not None and choices.read(again, 96, "heads") is not None
+    assert again[0][0].tiles == {64: FAST, 128: MANY} and again[1][0].tiles == {64: SLOW, 128: None}
 
 
 def test_another_card_size_row_count_or_model_is_measured(tmp_path: Path) -> None:

@@ -11,15 +11,18 @@ from eval_help import KERNEL_DTYPES, close, needs_kernels, random
 from headstart.eval.kernels import linear as linear_module
 from headstart.eval.kernels.linear import (
     ACTIVATIONS,
+    DEFAULT,
     PLAIN,
     Ending,
     Linear,
     Parts,
     Tiles,
+    end_eager,
     join_kernel,
     linear_by,
     linear_eager,
     linear_kernel,
+    row_bucket,
     split_kernel,
     splittable,
     with_norm,
@@ -135,6 +138,69 @@ def test_linear_in_parts(rows: int, splits: int, bias: bool, dtype: torch.dtype)
     assert not splittable(linear, Tiles(32, 128, 4, 2, splits=2))
     with pytest.raises(ValueError, match="cannot be cut"):
         split_kernel(x, linear, Tiles(32, 128, 4, 2, splits=2))
+
+
+MANY_ROWS = (65, 96, 130, 257, 512)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", MANY_ROWS)
+@pytest.mark.parametrize("activation", [None, "silu", "relu alone"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_several_tiles_of_rows(rows: int, activation: str | None, bias: bool, dtype: torch.dtype) -> None:
+    """Rows beyond one tile: the last tile is full or not, outputs and inputs are whole tiles or not."""
+    act, alone = activation and activation.split()[0], activation == "relu alone"
+    for inputs, outputs in ((96, 64), (72, 50)):
+        weight = random(outputs * (2 if act and not alone else 1), inputs, dtype=dtype) / inputs**0.5
+        linear = Linear(weight, random(weight.shape[0], dtype=dtype, seed=1) if bias else None, act, alone=alone)
+        x, residual = random(rows, inputs, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
+        for added in (None, residual):
+            expected = linear_eager(x, linear, added)
+            for tiles in (Tiles(32, 32, 4, 2), Tiles(32, 0, 4, 1, whole=True)):
+                found = linear_kernel(x, linear, added, tiles)
+                close(found, expected)
+                # an error in the last rows or outputs would be a small part of all
+                close(found[64:], expected[64:])
+                close(found[-1], expected[-1])
+                close(found[:, -1], expected[:, -1])
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", MANY_ROWS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_several_tiles_of_rows_in_parts(rows: int, whole: bool, dtype: torch.dtype) -> None:
+    """Every part has a place for all rows; what comes after the sum is as with few rows."""
+    outputs, splits, norm = 50, 3, NormWeights(random(50, seed=4).float(), 1e-5)
+    tiles = Tiles(32, 0 if whole else 32, 4, 1 if whole else 2, splits=splits, whole=whole)
+    weight, bias = random(outputs, 192, dtype=dtype) / 192**0.5, random(outputs, dtype=dtype, seed=1)
+    linear = Linear(weight, bias)
+    x, residual = random(rows, 192, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
+    parts = split_kernel(x, linear, tiles).sums_SRN
+    assert parts.shape == (splits, rows, outputs)
+    for n, part in enumerate(parts):
+        cut = slice(64 * n, 64 * (n + 1))
+        close(part, x[:, cut].float() @ weight[:, cut].float().T)
+    expected = linear_eager(x, linear, residual)
+    found, normed = with_norm(x, linear, residual, norm, tiles)
+    close(found, expected)
+    close(found[64:], expected[64:])
+    close(normed, norm_eager(expected, norm))
+    ending = Ending(NormWeights(random(50, seed=5), 1e-5), 0.5)
+    found, _ = join_kernel(split_kernel(x, linear, tiles), bias, residual, norm, ending)
+    close(found, end_eager(linear_eager(x, linear), residual, ending, None)[0])
+
+
+def test_how_many_rows_run_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond one tile of rows only what was measured, for the bucket of the rows; beyond all buckets cuBLAS."""
+    monkeypatch.setattr(linear_module, "wants_kernel", lambda x: True)
+    ways: list[Tiles | None] = []
+    monkeypatch.setattr(linear_module, "linear_by", lambda tiles, *given: ways.append(tiles))
+    chosen = Tiles(128, 64, 4, 5)
+    linear = Linear(torch.zeros(50, 72, dtype=torch.bfloat16), tiles={128: chosen, 512: chosen, 32: None})
+    for rows in (1, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 513):
+        linear(torch.zeros(rows, 72, dtype=torch.bfloat16))
+    assert ways == [DEFAULT, DEFAULT, None, DEFAULT, DEFAULT, chosen, chosen, None, None, chosen, chosen, None]
+    assert [row_bucket(rows) for rows in (1, 2, 64, 65, 129, 512)] == [1, 16, 64, 128, 256, 512]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headstart.eval.kernels.linear import Linear, Tiles
+from headstart.eval.kernels.linear import DEFAULT, Linear, Tiles, row_bucket
 from headstart.eval.kernels.ways import candidates, in_turn
 
 
@@ -41,3 +41,24 @@ def test_ways_of_a_product() -> None:
     assert all(tiles is None or tiles.vector for tiles in ways(576, 1536, 1, torch.float32))
     for dtype in (torch.float32, torch.bfloat16):
         assert None in ways(576, 1536, 1, dtype)
+
+
+def test_ways_of_more_rows_than_a_tile() -> None:
+    """cuBLAS always, and few others: they cost time to measure."""
+
+    def ways(outputs: int, inputs: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Tiles | None]:
+        return candidates(Linear(torch.empty((outputs, inputs), dtype=dtype, device="meta"), residual=True), rows)
+
+    for rows in (65, 128, 129, 256, 512):
+        for size in ((576, 576), (576, 1536), (960, 576), (4096, 14336), (128256, 4096)):
+            found = ways(*size, rows)
+            assert found[:3] == [None, DEFAULT, Tiles(128, 64, 4, 5)] and len(found) == len(set(found))
+            # what is kept on disk for these rows is looked for among them
+            assert found == ways(*size, row_bucket(rows))
+            assert not any(tiles is not None and tiles.vector for tiles in found)
+        assert ways(576, 1536, rows, torch.float32) == [None]
+        # a program holds as many rows as with 64, so that the same matrices fit
+        assert [tiles.splits for tiles in ways(576, 1536, rows) if tiles is not None and tiles.whole] == [2, 4]
+        assert len(ways(576, 1536, rows)) <= 8
+    assert len(ways(4096, 14336, 129)) == 3 < len(ways(4096, 14336, 128)) <= 12
+    assert ways(4096, 14336, 512) == ways(4096, 14336, 256)

@@ -224,7 +224,7 @@ def test_layers_to_time_push_each_other_out_of_the_cache(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 64, 96])
 def test_two_layers_of_llama_8b(tokens: int) -> None:
     """Real widths and vocabulary, batch 1: a chain after a prompt equals the model's own forward."""
     device, context = torch.device("cuda"), 512

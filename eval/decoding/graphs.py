@@ -20,6 +20,8 @@ from headstart.eval.kernels.launch import compile_ahead, compiling, synchronize
 COMPARED = 2
 #: cycles of a shape that are timed, where there are several shapes
 TIMED = 5
+#: ends of cycles that are remembered: of the one before, of the one whose table is read, of the one that runs
+ENDS = 3
 
 #: gives places of rows that ended to contexts that wait; returns whether it gave any
 Refill = Callable[[], bool]
@@ -188,7 +190,7 @@ class _Captured:
                 self.cycles[shape] = self.latest = self._cycle(loop, shape)
             finally:
                 self._restore(loop)
-        self.done = [torch.cuda.Event() for _ in range(2)]
+        self.ends = [torch.cuda.Event(enable_timing=True) for _ in range(ENDS)]
 
     def time(self, loop: Loop) -> None:
         """Time a cycle of every shape that the scheduler has no time of, on the contexts that `start` has read."""
@@ -258,28 +260,32 @@ class _Captured:
     def run(self, loop: Loop, refill: Refill) -> Generator[list[list[int]], None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
-        scheduler = loop.scheduler
-        turn = 0
-        running = self._launch(loop, turn)
+        scheduler, number, refilled = loop.scheduler, 0, 0
+        running = self._launch(loop, number)
         while True:
-            following = self._launch(loop, 1 - turn)
-            self.done[turn].synchronize()
-            table, *said = running.hosts[turn]
+            following = self._launch(loop, number + 1)
+            end = self.ends[number % ENDS]
+            end.synchronize()
+            table, *said = running.hosts[number % 2]
             lines = table.tolist()
+            # contexts are read before the second cycle after this one: that one's time says nothing
+            alone = number > refilled + 2
+            seconds = self.ends[(number - 1) % ENDS].elapsed_time(end) / 1e3 if alone else None
             yield lines
             if refill():
+                refilled = number
                 # the cycle that already runs ends before these copies: all is on one stream
                 _copy(self.held, loop.tensors())
                 loop.attach(self.held)
-            scheduler.learn(running.shape, table.numpy(), said[0].numpy() if said else None)
-            running, turn = following, 1 - turn
+            scheduler.learn(running.shape, table.numpy(), said[0].numpy() if said else None, seconds)
+            running, number = following, number + 1
 
-    def _launch(self, loop: Loop, turn: int) -> _Cycle:
-        """Launch a cycle of the shape that the scheduler wants now."""
+    def _launch(self, loop: Loop, number: int) -> _Cycle:
+        """Launch a cycle of the shape that the scheduler wants now. Args: number: of the cycle."""
         cycle = self.cycles[loop.scheduler.next_shape()]
         # plain cycles follow others for good, so a rule that was used once stays the rule
         loop.rule = cycle.rule or loop.rule
-        cycle.launch(turn, self.done[turn])
+        cycle.launch(number % 2, self.ends[number % ENDS])
         self.latest = cycle
         return cycle
 

@@ -92,8 +92,19 @@ class Scheduler(Protocol):
         """What a whole cycle of a shape takes, with its drafting."""
         return None
 
-    def learn(self, shape: CycleShape, table: NDArray[np.int64], said: NDArray[np.float32] | None) -> None:
-        """What came of a cycle. The next one already runs. Args: table: see Loop.verify. said: see `said`."""
+    def learn(
+        self,
+        shape: CycleShape,
+        table: NDArray[np.int64],
+        said: NDArray[np.float32] | None,
+        seconds: float | None = None,
+    ) -> None:
+        """What came of a cycle. The next one already runs.
+
+        Args:
+            table: see Loop.verify. said: see `said`.
+            seconds: between the end of the cycle before and its own, on the device; None where that is not known.
+        """
         return None
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:

@@ -95,6 +95,7 @@ class Budget(Scheduler):
         length = float(context.count_B.float().mean())
         if not 1 / LONGER < length / max(self._lengths[batch], 1.0) < LONGER:
             self.book.seconds.clear()
+            self.book.late = 0.0
             self._lengths[batch] = length
         self._cycle, self._look, self._off = 0, self._pause, False
         # of the cycles whose tables are not yet known: whether their shape was thought the best one
@@ -142,7 +143,13 @@ class Budget(Scheduler):
             return larger, False
         return best, True
 
-    def learn(self, shape: CycleShape, table: NDArray[np.int64], said: NDArray[np.float32] | None) -> None:
+    def learn(
+        self,
+        shape: CycleShape,
+        table: NDArray[np.int64],
+        said: NDArray[np.float32] | None,
+        seconds: float | None = None,
+    ) -> None:
         meant = self._under_way.popleft()
         active_B = table[:, COUNT] > 0
         rows = int(active_B.sum())
@@ -150,6 +157,8 @@ class Budget(Scheduler):
         # of a shape with cuts, idle rows take one place each
         self.verified += places if shape.rows is None else min(places, shape.rows - (len(table) - rows))
         self._learned += 1
+        if seconds is not None:
+            self.book.took(shape, seconds)
         if shape == PLAIN or said is None or not rows or (self._learned > EVERY and self._learned % STRIDE):
             return
         accepted_B = np.where(active_B, table[:, COUNT] - 1, 0)

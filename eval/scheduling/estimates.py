@@ -27,6 +27,9 @@ LASTING = 8192
 #: what drafting is believed to gain before anything is known, and how many rows that belief counts as: the first
 #: contexts of a small batch may be harder than the others
 BELIEF, BELIEVED = 1.05, 256
+#: cycles over which the time is averaged that they take more or less than was measured; a cycle that takes this share
+#: more or less was held up by something else
+PACED, ODD = 16, 0.5
 #: how much a cycle's accepted drafts still count after the next one, where they correct what was expected
 KEEP = 0.98
 #: accepted drafts that count as expected and as accepted before any was
@@ -77,13 +80,14 @@ class Estimates:
 
     Attributes:
         seconds: of a whole cycle of each shape, where it is known.
+        late: seconds that cycles take more than was measured, on average: contexts have grown, or the host is slow.
         rows: that were learned from, over all cycles.
     """
 
     def __init__(self, shapes: Sequence[CycleShape], batch: int, nodes: int, levels: int):
         self.shapes, self.batch, self.most = list(shapes), batch, (levels, nodes)
         self.seconds: dict[CycleShape, float] = {}
-        self.rows = 0
+        self.rows, self.late = 0, 0.0
         #: what shapes draft, (levels, nodes), in order
         self.sizes = sorted({self.size(shape) for shape in shapes if shape != PLAIN})
         # of each shape: expected accepted drafts per row
@@ -132,7 +136,7 @@ class Estimates:
         self._accepted = KEEP * self._accepted + (1 - KEEP) * PRIOR + accepted
         if meant and PLAIN in self.seconds and ran in self.seconds:
             self._meant += rows
-            gain_R = (1 + accepted_R) * (self.seconds[PLAIN] / self.seconds[ran])
+            gain_R = (1 + accepted_R) * (self.seconds[PLAIN] + self.late) / (self.seconds[ran] + self.late)
             self._gain.add(float(gain_R.mean()), rows)
         return kept_BN
 
@@ -157,6 +161,12 @@ class Estimates:
                     self._recent[what].add(whole, rows)
             before = whole
 
+    def took(self, shape: CycleShape, seconds: float) -> None:
+        """How long a cycle took."""
+        late = seconds - self.seconds.get(shape, math.inf)
+        if abs(late) < ODD * self.seconds.get(shape, 0.0):
+            self.late += (late - self.late) / PACED
+
     @property
     def pays_not(self) -> bool:
         """Whether plain decoding is faster than what was drafted."""
@@ -173,9 +183,9 @@ class Estimates:
         if shape not in self.seconds:
             return 0.0
         if shape == PLAIN:
-            return 1 / self.seconds[shape]
+            return 1 / (self.seconds[shape] + self.late)
         mean = self._recent[shape]
-        return (1 + self.correction * mean.value) / self.seconds[shape] if mean.weight else 0.0
+        return (1 + self.correction * mean.value) / (self.seconds[shape] + self.late) if mean.weight else 0.0
 
     def best(self) -> CycleShape | None:
         """The shape that drafts and has the highest rate; None while no rate is known."""

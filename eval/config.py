@@ -63,6 +63,10 @@ class EvalConfig:
     drafter: str = "auto"
     #: What is drafted before each verification; see eval.tree.
     tree: TreeConfig = field(default_factory=TreeConfig)
+    #: true lets every cycle draft and verify what is expected to give the most tokens per second: at most eval.tree (a
+    #: chain up to its depth, a tree up to its total_tokens), and nothing where plain decoding is faster. The answers
+    #: stay the target's. It needs a head, and a target without recurrent states.
+    scheduler: bool = False
     #: Most tokens generated per prompt and turn.
     max_new_tokens: int = 256
     #: Sampling temperature; 0 decodes greedily.
@@ -165,6 +169,8 @@ def identity_of(config: EvalConfig) -> dict[str, Any]:
     """
     values = {**RETIRED, **asdict(config)}
     del values["refill"]
+    if not config.scheduler:
+        del values["scheduler"]
     if config.temperature == 0 or config.verification == "token":
         del values["verification"]
     return values
@@ -182,6 +188,8 @@ def check_config(config: EvalConfig) -> None:
     ):
         if value not in allowed:
             raise ConfigError(f"{name}: found {value!r}, expected one of {[word or 'null' for word in allowed]}")
+    if not isinstance(config.scheduler, bool):
+        raise ConfigError(f"eval.scheduler: found {config.scheduler!r}, expected true (on) or false (off)")
     for name, number, low in (
         ("eval.tree.depth", config.tree.depth, 1),
         ("eval.tree.k", config.tree.k, 1),

@@ -35,7 +35,8 @@ def measure(
     """`eval.measuring.benchmark.evaluate`, with its progress shown and notes on the head added.
 
     Args:
-        shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
+        shorter_chains: also time every shorter chain against the same baseline; a note names the fastest. Not with a
+            scheduler, which chooses among them.
         place: directory of the head. A head that was trained on another target gets a warning and a note.
     """
     warning = trained_otherwise(place, target)
@@ -50,7 +51,8 @@ def measure(
         report.notes.append(
             "an untrained head drafted: its weights are random, its acceptance was set, its speed is real"
         )
-    if shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s:
+    chains = config.tree.kind == "chain" and config.tree.depth > 1 and not config.scheduler
+    if shorter_chains and chains and report.baseline_tokens_per_s:
         report.notes.append(_compare_shorter_chains(report, target, head, config, console))
     return report
 

@@ -147,16 +147,17 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
 
 
 def ask_decoding(recipe: Recipe, target: Target) -> str:
-    """Whether the decode loop can run the target, and head and target the recipe's tree. Evaluations and exports need
-    it."""
+    """Whether the decode loop can run the target, and head and target the recipe's tree and scheduler. Evaluations and
+    exports need it."""
     from headstart.eval.decoding.engine import attention_windows
     from headstart.eval.decoding.fused.errors import Unfusable
     from headstart.eval.decoding.generic.model import check_decodable
-    from headstart.eval.decoding.memory import require_chain
+    from headstart.eval.decoding.memory import require_attention, require_chain
     from headstart.eval.drafters import require_drafting
 
     memory = check_decodable(target.model)
     require_chain(target.model.config, recipe.eval)
+    require_attention(target.model.config, recipe.eval)
     require_drafting(planned_head(recipe, target), recipe.eval)
     if recipe.eval.engine == "fused":  # the forms of the layers are proven later, on their weights
         try:

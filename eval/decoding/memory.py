@@ -130,6 +130,15 @@ def require_chain(config: Any, settings: EvalConfig) -> None:
         )
 
 
+def require_attention(config: Any, settings: EvalConfig) -> None:
+    """Raises: ConfigError where `eval` asks for a scheduler on a target (with this config) with recurrent states."""
+    if settings.scheduler and memory_of(config).chains_only:
+        raise ConfigError(
+            f"eval.scheduler: found true, but layers of {config.get_text_config().model_type} hold recurrent states; "
+            "a scheduler is expected on targets whose layers all have attention: set eval.scheduler=false"
+        )
+
+
 def _unknown(config: Any, kinds: list[str], why: str = "") -> TargetError:
     return TargetError(
         f"{config.model_type}: layers of kind {kinds} keep their past in a form that cannot verify drafts here{why}; "

@@ -35,12 +35,14 @@ class Drafting:
             the greedy drafts after many rows of known texts at once. None = it can only draft in the decode loop.
         shared_candidates: whether all nodes of one depth of a static tree choose from one list of candidates, whatever
             was drafted before them. `headstart tune` then learns every rank from one path.
+        captures: as `Drafter.captures`.
     """
 
     kinds: tuple[str, ...]
     build: Callable[[Any, EvalConfig], Drafter]
     draft_everywhere: Callable[[Any, Tensor, Tensor, Tensor | None, Tensor, int], Tensor] | None = None
     shared_candidates: bool = False
+    captures: bool = True
 
 
 AUTOREGRESSIVE = Drafting(
@@ -84,7 +86,9 @@ DRAFTERS: dict[str, Drafting] = {
         parallel_everywhere,
     ),
     "ngram": Drafting(
-        ("chain",), lambda head, config: NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max)
+        ("chain",),
+        lambda head, config: NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max),
+        captures=NgramDrafter.captures,
     ),
 }
 
@@ -119,9 +123,10 @@ def build_drafter(head: Head | None, config: EvalConfig) -> Drafter | None:
 def require_drafting(head: Head | None, config: EvalConfig) -> Drafting | None:
     """As `find_drafting`, for the tree that the config asks for. The head may be on the meta device.
 
-    Raises: ConfigError when the head cannot draft it.
+    Raises: ConfigError when the head cannot draft it, and as `require_schedulable`.
     """
     drafting = find_drafting(head, config)
+    require_schedulable(config, None if drafting is None else drafting.captures)
     if drafting is None or head is None or config.drafter != "auto":
         return drafting  # a method without a head drafts a chain, whatever eval.tree.kind says
     if config.tree.kind not in drafting.kinds:
@@ -131,3 +136,17 @@ def require_drafting(head: Head | None, config: EvalConfig) -> Drafting | None:
             f"{config.tree.kind!r}: set eval.tree.kind={chain}"
         )
     return drafting
+
+
+def require_schedulable(config: EvalConfig, captures: bool | None) -> None:
+    """Whether there is something for `eval.scheduler` to choose from.
+
+    Args: captures: `Drafter.captures`; None where nothing drafts.
+    Raises: ConfigError where the scheduler is on, and nothing drafts or drafting cannot be captured.
+    """
+    if config.scheduler and not captures:
+        found = "but nothing drafts" if captures is None else "but the host drafts, whose cycles cannot be captured"
+        raise ConfigError(
+            f"eval.scheduler: found true, {found} (eval.drafter={config.drafter}); expected a head that drafts: give "
+            "one with eval.drafter=auto, or set eval.scheduler=false"
+        )

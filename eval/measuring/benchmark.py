@@ -12,9 +12,10 @@ from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
-from headstart.eval.decoding.memory import require_chain
+from headstart.eval.decoding.memory import require_attention, require_chain
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.drafters import Drafter, build_drafter, require_schedulable
 from headstart.eval.measuring.breakdown import cycle_parts, plain_cycle
 from headstart.eval.measuring.contexts import Contexts, first_contexts
 from headstart.eval.measuring.conversations import Conversations
@@ -24,6 +25,7 @@ from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.sweep import check_contexts, queued, sweep, sweep_points
 from headstart.eval.measuring.task_results import TaskResults, report_of
 from headstart.eval.prompts import eval_prompts
+from headstart.eval.scheduling.budget import Budget, budget_for
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.provenance import device_name
@@ -55,11 +57,15 @@ def evaluate(
         raise ConfigError(
             f"eval.dtype: found {config.dtype!r}, the target is loaded in {dtype}; set target.dtype={config.dtype}"
         )
+    require_attention(target.model.config, config)
     prompts = eval_prompts(config)
     if head is not None:
         require_chain(target.model.config, config)
         bind_to_target(head, target)
-    drafter = drafter or build_drafter(head, config)
+    if drafter is None:
+        drafter = build_drafter(head, config)
+    else:
+        require_schedulable(config, drafter.captures)
     if drafter is None and config.synthetic_acceptance is not None:
         raise ConfigError(
             f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}, but nothing drafts "
@@ -85,11 +91,12 @@ def evaluate(
         drafter=drafter.name if drafter is not None else "plain",
         dtype=dtype,
         device=device_name(target.device),
-        tree={**asdict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
+        tree={**asdict(config.tree), "label": _label(config, drafter)},
         recipe=recipe or {},
         notes=[*_notes(target, measured), *dropped_lines(prompts.dropped, places_too=False)],
         sweeps=measured.sweeps or None,
         cycle=measured.cycle,
+        scheduler=measured.scheduled(),
         engine_path=measured.decoder.path,
         verification=measured.rule,
         engine_note=measured.decoder.slow,
@@ -110,6 +117,11 @@ def bind_to_target(head: Head, target: Target) -> None:
     head.bind(target.ends)
 
 
+def _label(config: EvalConfig, drafter: Drafter | None) -> str:
+    """The tree's name; with a scheduler it names the largest draft."""
+    return tree_label(config.tree, drafter.max_nodes if drafter else 0) + (", scheduled" if config.scheduler else "")
+
+
 def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:
     if head is None:
         return head_info
@@ -127,6 +139,7 @@ class _Measurement:
         sweeps: over batch sizes and context lengths.
         cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
         rule: the rule that accepted drafts (`verify.rule_of`), or None.
+        scheduler: of all runs that draft; `budget` is the same where `eval.scheduler` is on, else None.
         cost: of a plain cycle, where the target decodes slower than it could (breakdown.plain_cycle), or None.
         ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
             cycles captured and caches warmed.
@@ -153,6 +166,10 @@ class _Measurement:
         self.cycle: dict[str, float] | None = None
         self.cost: dict[str, float] | None = None
         self.rule: str | None = None
+        asked = config.scheduler and drafter is not None
+        self.budget: Budget | None = budget_for(drafter, config.tree) if asked and drafter is not None else None
+        self.scheduler: Scheduler = self.budget or KEEP_ALL
+        self._verified_per_cycle: float | None = None
         self.ready_s: float | None = None
 
     def _generate(self, limit: int) -> GenerateBaseline:
@@ -160,17 +177,18 @@ class _Measurement:
 
     def run(self) -> None:
         decoder, drafter, config = self.decoder, self.drafter, self.config
-        rows = config.batch_size
+        rows, before = config.batch_size, self._counts()
         for asked in self.conversations.batches(queued(config, rows)):
             batch, contexts = self.contexts.of(asked.prompts, asked.turn)
             if not batch:
                 continue
             if self.ready_s is None:
                 self._warm_up(contexts)
+                before = self._counts()
                 self.ready_s = time.perf_counter() - self.began
             seed, limits = config.seed + asked.number, decoder.limits(contexts)
             base = decoder.run(contexts, None, limits, seed, rows=rows) if self.plain else None
-            spec = decoder.run(contexts, drafter, limits, seed, rows=rows) if drafter is not None else None
+            spec = self._speculative(contexts, limits, seed) if drafter is not None else None
             _add(self.tasks[asked.task], batch, base, spec)
             if spec is not None:
                 self.rule = spec.rule or self.rule
@@ -181,7 +199,9 @@ class _Measurement:
                     self.generate.run(context, seed + row)
             # the next turn follows the plain answers, so that both ways see the same context
             self.contexts.answered(batch, asked.turn, (base or spec).answers, limits)  # type: ignore[union-attr]
-        self.sweeps = sweep(decoder, drafter, config, self.first, self.conversations.tell)
+        verified, cycles = (after - earlier for after, earlier in zip(self._counts(), before, strict=True))
+        self._verified_per_cycle = verified / cycles if cycles else None
+        self.sweeps = sweep(decoder, drafter, config, self.first, self.conversations.tell, self.scheduler)
         if config.cycle_parts and drafter is not None and drafter.captures and self.first:
             # the prompt of median length stands for all
             middle = sorted(self.first, key=len)[len(self.first) // 2]
@@ -195,10 +215,26 @@ class _Measurement:
         tokens = self.config.warmup_tokens
         if tokens < 1:
             return
-        for way in [None] * self.plain + [self.drafter] * (self.drafter is not None):
-            self.decoder.run(contexts, way, tokens, self.config.seed, rows=self.config.batch_size)
+        if self.plain:
+            self.decoder.run(contexts, None, tokens, self.config.seed, rows=self.config.batch_size)
+        if self.drafter is not None:
+            self._speculative(contexts, tokens, self.config.seed)
         if self.generate is not None:
             self._generate(tokens).run(contexts[0])
+
+    def _speculative(self, contexts: list[list[int]], limits: int | list[int], seed: int) -> Decoded:
+        rows = self.config.batch_size
+        return self.decoder.run(contexts, self.drafter, limits, seed, rows=rows, scheduler=self.scheduler)
+
+    def _counts(self) -> tuple[int, int]:
+        """(roots and nodes that were verified, cycles of sequences) so far; 0 without a scheduler."""
+        return (self.budget.verified, self.budget.cycles) if self.budget is not None else (0, 0)
+
+    def scheduled(self) -> dict[str, Any] | None:
+        """The report's `scheduler`, after `run`."""
+        if self.budget is None:
+            return None
+        return {"verified_per_cycle": self._verified_per_cycle, "batches": self.budget.to_json()}
 
 
 def _notes(target: Target, measured: _Measurement) -> list[str]:

@@ -83,6 +83,8 @@ def started_loop(decoder: Decoder, drafter: Drafter | None, contexts: list[list[
     stops: list[set[int]] = [set() for _ in contexts]
     with torch.inference_mode():
         loop.start(contexts, [2] * len(contexts), stops)
+    # a drafter keeps the size that an earlier scheduler gave it
+    loop.take(loop.shape)
     return loop
 
 

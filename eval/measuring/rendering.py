@@ -26,6 +26,8 @@ COLUMNS = (
 )  # fmt: skip
 #: one more column for batches, whose rows end at different times
 ROW_COLUMN = "speed-up (row time)"
+#: shapes that are shown of every batch size: those that ran most
+SHOWN_SHAPES = 3
 ROW_NOTE = (
     "speed-up (clock): tokens of all rows by the wall clock, places that stay empty included; "
     "speed-up (row time): by the time that rows spent decoding, as on a server where no place is ever empty"
@@ -164,6 +166,31 @@ def _cost_text(cost: dict[str, float] | None) -> str:
     return f". A plain cycle took {wall} ms, of which the card worked at most {device} ms and otherwise waited"
 
 
+def shape_text(shape: dict[str, Any]) -> str:
+    """A cycle's shape in words. Args: shape: of `Budget.to_json`; nodes are of a row, rows of the whole batch."""
+    levels, nodes, rows = (shape[name] for name in ("levels", "nodes", "rows"))
+    if levels == 0:
+        return "plain decoding"
+    size = f"chain of {levels}" if nodes is None else f"tree of {nodes} on {levels} levels"
+    return size + ("" if rows is None else f" cut to {rows} rows of the batch")
+
+
+def scheduler_lines(scheduler: dict[str, Any]) -> list[str]:
+    """Rows per cycle, and the shapes that ran most at every batch size. Args: scheduler: a report's."""
+    spent = number(scheduler["verified_per_cycle"])
+    lines = [
+        f"scheduler: a cycle verified {spent} rows per sequence on average, the root included; acceptance by position "
+        "counts drafts that were left out as not accepted"
+    ]
+    for batch, book in sorted(scheduler["batches"].items(), key=lambda item: int(item[0])):
+        total = sum(shape["cycles"] for shape in book["shapes"])
+        often = sorted(book["shapes"], key=lambda shape: -shape["cycles"])[:SHOWN_SHAPES]
+        shares = [f"{shape_text(s)} in {s['cycles'] / total:.0%} of the cycles" for s in often if s["cycles"]]
+        if shares:
+            lines.append(f"scheduler at batch {batch}: {', '.join(shares)}")
+    return lines
+
+
 def remarks(report: Report) -> list[str]:
     """Sentences that go with the tables."""
     lines = [ROW_NOTE] if _by_row(report) or report.sweeps else []
@@ -177,6 +204,8 @@ def remarks(report: Report) -> list[str]:
         named = ("draft", "verify", "rest")
         spent = ", ".join(f"{name} {number(report.cycle[f'{name}_ms'], 2)}" for name in named)
         lines.append(f"parts of a cycle in ms, batch {report.batch_size}: {spent}")
+    if report.scheduler is not None:
+        lines += scheduler_lines(report.scheduler)
     if (ready := report.timing.get("ready_s")) is not None:
         lines.append(f"measuring began {number(ready, 1)} s after the target was loaded")
     if report.generate is not None:

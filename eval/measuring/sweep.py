@@ -10,6 +10,7 @@ import torch
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import QUEUED
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.drafters import Drafter
 from headstart.eval.measuring.metrics import Timed, acceptance, speedup
 from headstart.heads.errors import ConfigError
@@ -78,12 +79,14 @@ def sweep(
     config: EvalConfig,
     contexts: list[list[int]],
     progress: Callable[[str], None],
+    scheduler: Scheduler = KEEP_ALL,
 ) -> dict[str, Any]:
     """Time `eval.batch_sizes` and `eval.context_lengths`.
 
     Args:
         contexts: the prompts' first contexts.
         progress: called with what is timed next, once per point.
+        scheduler: of the drafts.
     Returns: the report's `sweeps`: {"batch": {"points", "gain_ends", "says"}, "context": {"points", "note"}}; a sweep
         that was not asked for is left out. A point whose batch does not fit into memory ends its sweep.
     """
@@ -95,7 +98,7 @@ def sweep(
             batch = value if name == "batch" else config.batch_size
             given = contexts if name == "batch" else [fit(context, value) for context in contexts]
             try:
-                points.append({name: value, **measure_point(decoder, drafter, config, given, batch)})
+                points.append({name: value, **measure_point(decoder, drafter, config, given, batch, scheduler)})
             except torch.OutOfMemoryError:
                 decoder.drop_buffers()
                 points.append({name: value, "out_of_memory": True})
@@ -110,12 +113,19 @@ def sweep(
 
 
 def measure_point(
-    decoder: Decoder, drafter: Drafter | None, config: EvalConfig, contexts: list[list[int]], batch: int
+    decoder: Decoder,
+    drafter: Drafter | None,
+    config: EvalConfig,
+    contexts: list[list[int]],
+    batch: int,
+    scheduler: Scheduler = KEEP_ALL,
 ) -> dict[str, Any]:
     """Decode the same rows plainly and speculatively: at least `eval.sweep_prompts` of them, `batch` at a time.
 
     `speedup` is by the clock, places that stay empty included. `row_speedup` is by the time that rows spent decoding,
     as on a server where no place is ever empty.
+
+    Args: scheduler: of the drafts.
     """
     batches = row_batches(contexts, max(queued(config, batch), config.sweep_prompts), batch)
     count = len(batches) * batch
@@ -127,11 +137,13 @@ def measure_point(
     for way, name in ((None, "baseline"), (drafter, "speculative")):
         if name == "speculative" and way is None:
             continue
+        chooser = KEEP_ALL if way is None else scheduler
         if config.warmup_tokens > 0:
-            decoder.run(batches[0], way, config.warmup_tokens, config.seed, rows=batch)
+            decoder.run(batches[0], way, config.warmup_tokens, config.seed, rows=batch, scheduler=chooser)
         timed, answers = Timed(), []
         for number, some in enumerate(batches):
-            decoded = decoder.run(some, way, decoder.limits(some), config.seed + number * batch, rows=batch)
+            limits, seed = decoder.limits(some), config.seed + number * batch
+            decoded = decoder.run(some, way, limits, seed, rows=batch, scheduler=chooser)
             timed.add(decoded)
             answers += decoded.answers
         rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s

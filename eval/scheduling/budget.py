@@ -59,6 +59,7 @@ class Budget(Scheduler):
     Attributes:
         scale_K, bias_K: float32 on the device, by which logits become probabilities (reach.py).
         verified: roots and nodes of sequences that were not idle, summed over all cycles.
+        cycles: of sequences that were not idle, which `verified` was summed over.
     """
 
     captures = True
@@ -71,7 +72,7 @@ class Budget(Scheduler):
         begin = (1.0, 0.0) if source == "confidence" else (SLOPE, BIAS)
         self.calibrating: Calibrating = ChainLogistic(levels, *begin) if linear else LevelShares(levels)
         self.books: dict[int, Estimates] = {}
-        self.verified = self._learned = 0
+        self.verified = self.cycles = self._learned = 0
         self._pause = LOOK_AFTER
         self._lengths: dict[int, float] = {}
         self._said: Tensor | None = None
@@ -156,6 +157,8 @@ class Budget(Scheduler):
         places = rows if shape == PLAIN or said is None else rows * (1 + said.shape[2])
         # of a shape with cuts, idle rows take one place each
         self.verified += places if shape.rows is None else min(places, shape.rows - (len(table) - rows))
+        self.cycles += rows
+        self.book.ran[shape] += 1
         self._learned += 1
         if seconds is not None:
             self.book.took(shape, seconds)
@@ -180,7 +183,7 @@ class Budget(Scheduler):
             str(batch): {
                 "rows": book.rows, "correction": book.correction,
                 "shapes": [
-                    {**asdict(s), "ms": book.seconds[s] * 1e3, "tokens_per_s": book.rate(s)}
+                    {**asdict(s), "cycles": book.ran[s], "ms": book.seconds[s] * 1e3, "tokens_per_s": book.rate(s)}
                     for s in book.shapes if s in book.seconds
                 ],
             }

@@ -8,7 +8,7 @@ Shape legend: B rows, N nodes.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -82,12 +82,14 @@ class Estimates:
         seconds: of a whole cycle of each shape, where it is known.
         late: seconds that cycles take more than was measured, on average: contexts have grown, or the host is slow.
         rows: that were learned from, over all cycles.
+        ran: cycles of each shape, those that nothing was learned from too.
     """
 
     def __init__(self, shapes: Sequence[CycleShape], batch: int, nodes: int, levels: int):
         self.shapes, self.batch, self.most = list(shapes), batch, (levels, nodes)
         self.seconds: dict[CycleShape, float] = {}
         self.rows, self.late = 0, 0.0
+        self.ran: Counter[CycleShape] = Counter()
         #: what shapes draft, (levels, nodes), in order
         self.sizes = sorted({self.size(shape) for shape in shapes if shape != PLAIN})
         # of each shape: expected accepted drafts per row

@@ -65,6 +65,11 @@ def evaluate_server(
             f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}; a server's acceptance is its own: "
             "unset it, or measure in Headstart's loop (without --engine)"
         )
+    if config.scheduler:
+        raise ConfigError(
+            "eval.scheduler: found true, expected false with --engine: a server has a scheduler of its own. Set it to "
+            "false, or measure in Headstart's loop (without --engine)"
+        )
     for name in ("batch_sizes", "context_lengths", "generate_baseline"):
         if value := getattr(config, name):
             raise ConfigError(

@@ -51,6 +51,11 @@ def test_nothing_tries_trees(hybrid: Target, answers: list[Answer], prompts: str
     config.tree = TreeConfig(kind="dynamic")
     with pytest.raises(ConfigError, match=r"eval\.tree\.kind: found 'dynamic', but lfm2 .*one order of tokens.*=chain"):
         evaluate(hybrid, head, config)
+    config.tree = TreeConfig()
+    config.scheduler = True
+    with pytest.raises(ConfigError, match=r"eval\.scheduler: found true, but layers of lfm2 hold .*=false"):
+        evaluate(hybrid, head, config)
+    config.scheduler = False
     # tune says nothing of the recipe's tree, and prompt lookup drafts chains
     assert evaluate(hybrid, None, EvalConfig(**{**vars(config), "drafter": "ngram"})).tau >= 1
 

@@ -42,11 +42,13 @@ def test_synthetic_acceptance_of_nothing(headstart: Callable, tiny_target: Path,
     assert result.code == 2 and "found 0.8, but nothing drafts (eval.drafter=none, no head)" in result.err
 
 
-def test_trees_for_a_target_with_states_are_refused_before_it_is_loaded(
+def test_what_a_target_with_states_cannot_do_is_refused_before_it_is_loaded(
     prompts: Path, headstart: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = write_target("LFM2", tmp_path / "target")
     monkeypatch.setattr("headstart.targets.load_target", lambda config: pytest.fail("loaded"))
-    asked = ("eval.synthetic_acceptance=1.0", "eval.tree.kind=dynamic", "--out", tmp_path / "out")
-    result = headstart("eval", "--target", target, "--data", prompts, *asked)
-    assert result.code == 2 and "set eval.tree.kind=chain" in result.err
+    asked = ("eval.synthetic_acceptance=1.0", "--out", tmp_path / "out")
+    cases = (("eval.tree.kind=dynamic", "eval.tree.kind=chain"), ("eval.scheduler=on", "eval.scheduler=false"))
+    for setting, remedy in cases:
+        result = headstart("eval", "--target", target, "--data", prompts, *asked, setting)
+        assert result.code == 2 and f"set {remedy}" in result.err

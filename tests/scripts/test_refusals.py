@@ -70,6 +70,11 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
         "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2}, ["eval.tree.kind=dynamic"],
         ConfigError, "eval.tree.kind: found 'dynamic', but qwen3_next verifies chains only: .*set eval.tree.kind=chain",
     ),
+    "a scheduler for recurrent states": (
+        "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2},
+        ["eval.tree.kind=chain", "eval.tree.depth=3", "eval.scheduler=on"],
+        ConfigError, "eval.scheduler: found true, but layers of qwen3_next hold recurrent states; .*eval.scheduler=fal",
+    ),
     "fused layers for recurrent states": (
         "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2},
         ["eval.tree.kind=chain", "eval.tree.depth=3", "eval.engine=fused"],
@@ -109,6 +114,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     "a tree for blocks": (
         "Llama", {"vocab_size": 260}, ["head={type: dspark, depth: 3}", "eval.tree.kind=ddtree"],
         ConfigError, "eval.tree.kind: dspark drafts a chain, found 'ddtree': set eval.tree.kind=chain",
+    ),
+    "a scheduler for prompt lookup": (
+        "Llama", {}, ["eval.scheduler=on", "eval.drafter=ngram"],
+        ConfigError, r"eval\.scheduler: found true, but the host drafts.*\(eval\.drafter=ngram\); expected a head",
     ),
     "no token to mask with": (
         "Llama", {}, ["head={type: dspark, depth: 3}"], ConfigError, "head.mask_token_id: found null, and no token of",

@@ -19,13 +19,16 @@ from rich.console import Console
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Decoded
+from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.eval.measuring.benchmark import evaluate, first_difference
 from headstart.eval.measuring.metrics import expected_tau
 from headstart.eval.measuring.rendering import render_markdown, render_table, render_tables, write_report
 from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.teacher_forced import teacher_forced_tau
 from headstart.eval.prompts import load_prompts
+from headstart.eval.scheduling.budget import Budget
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 from headstart.heads.targets.target import Target
 
@@ -138,6 +141,67 @@ def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file
     assert not report.lossless and report.greedy_identity is None
     assert "LOSSY" in render_markdown(report)
     assert report.tree["label"] == "static9"
+
+
+@pytest.mark.parametrize(("shape", "rows"), [(None, None), (CycleShape(2), 3.0), (PLAIN, 1.0)])
+def test_a_scheduled_evaluation(
+    target: Target, eagle3: Trained, ids_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    shape: CycleShape | None, rows: float | None,
+) -> None:  # fmt: skip
+    """Answers stay the target's. One scheduler serves all runs, and the report tells what ran at every batch size."""
+    if shape is not None:
+        chosen = Budget.next_shape
+        monkeypatch.setattr(Budget, "next_shape", lambda self: chosen(self) and shape)
+    config = config_of(ids_file, batch_size=3, scheduler=True, batch_sizes=[1], sweep_prompts=3, cycle_parts=True)
+    report = evaluate(target, eagle3.head, config)
+    identity = report.greedy_identity
+    assert identity is not None and identity["identical"] == identity["sequences"] == 3
+    assert report.tree["label"] == "chain3, scheduled" and report.tree["depth"] == 3
+    found = report.scheduler
+    # tasks of two prompts and of one; the sweep has batches of one
+    assert found is not None and set(found["batches"]) == {"1", "2"}
+    assert 1 <= found["verified_per_cycle"] <= 4 if rows is None else found["verified_per_cycle"] == rows
+    for book in found["batches"].values():
+        shapes = [(s["levels"], s["nodes"], s["rows"]) for s in book["shapes"]]
+        assert shapes == [(0, None, None), (1, None, None), (2, None, None), (3, None, None)]
+        assert all(s["ms"] > 0 for s in book["shapes"])
+        ran = {s["levels"] for s in book["shapes"] if s["cycles"]}
+        assert ran if shape is None else ran == {shape.levels}
+    assert report.sweeps is not None and report.sweeps["batch"]["points"][0]["speculative_tokens_per_s"] > 0
+    if shape == PLAIN:
+        assert report.tau == report.sweeps["batch"]["points"][0]["tau"] == 1
+    write_report(report, tmp_path)
+    assert Report.read(tmp_path) == report and "Scheduler: a cycle verified" in render_markdown(report)
+
+
+def test_parts_of_a_cycle_are_of_the_whole_tree(
+    target: Target, eagle3: Trained, ids_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.eval.measuring import breakdown
+
+    chosen, nodes, original = Budget.next_shape, list[int](), breakdown.loop_seconds
+
+    def watched(loop: Any, run: Any, repeats: int) -> float:
+        run()
+        nodes.append(loop.places - 1)
+        return original(loop, run, repeats)
+
+    monkeypatch.setattr(Budget, "next_shape", lambda self: chosen(self) and CycleShape(1))
+    monkeypatch.setattr(breakdown, "loop_seconds", watched)
+    evaluate(target, eagle3.head, config_of(ids_file, scheduler=True, max_new_tokens=6))
+    # drafting alone verifies nothing; then the forward and the whole cycle
+    assert nodes == [-1, 3, 3]
+
+
+def test_what_cannot_be_scheduled(target: Target, ids_file: str) -> None:
+    config = config_of(ids_file, scheduler=True)
+    with pytest.raises(ConfigError, match=r"eval\.scheduler: found true, but nothing drafts .*expected a head"):
+        evaluate(target, None, config)
+    config.drafter = "ngram"
+    with pytest.raises(ConfigError, match=r"but the host drafts.*eval.drafter=ngram.*or set eval\.scheduler=false"):
+        evaluate(target, None, config)
+    with pytest.raises(ConfigError, match="but the host drafts"):
+        evaluate(target, None, config, drafter=NgramDrafter(3))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -46,6 +47,26 @@ def test_a_report_without_the_engines_path_still_loads() -> None:
         del before[name]
     read = Report.from_json(before)
     assert read.engine_path is None and "transformers' own forward" not in render_markdown(read)
+
+
+def test_what_a_scheduler_ran() -> None:
+    def shape(cycles: int, levels: int | None, nodes: int | None = None, rows: int | None = None) -> dict[str, Any]:
+        return {"levels": levels, "nodes": nodes, "rows": rows, "cycles": cycles, "ms": 2.0, "tokens_per_s": 300.0}
+
+    small = [shape(1, 0), shape(30, 3), shape(0, 5), shape(9, 4, 12)]
+    large = [shape(60, 0), shape(25, 5, rows=24), shape(15, 1), shape(10, 2)]
+    found = {"verified_per_cycle": 2.346, "batches": {"16": {"shapes": large}, "2": {"shapes": small}}}
+    text = render_markdown(report(scheduler=found))
+    lines = [line for line in text.splitlines() if line.startswith("Scheduler")]
+    assert lines[0].startswith("Scheduler: a cycle verified 2.35 rows per sequence on average, the root included")
+    assert lines[1:] == [
+        "Scheduler at batch 2: chain of 3 in 75% of the cycles, tree of 12 on 4 levels in 22% of the cycles, "
+        "plain decoding in 2% of the cycles.",
+        "Scheduler at batch 16: plain decoding in 55% of the cycles, chain of 5 cut to 24 rows of the batch in 23% of "
+        "the cycles, chain of 1 in 14% of the cycles.",
+    ]
+    assert "a cycle verified 2.35 rows" in _terminal(report(scheduler=found))
+    assert "cheduler" not in render_markdown(report())
 
 
 def _terminal(report: Report) -> str:

@@ -209,6 +209,7 @@ def test_nobody_there(data: Path) -> None:
         ("tgi", "http://x", {}, r"--engine: found 'tgi'.*sglang.*vllm"),
         ("vllm", "localhost:8000", {}, "--url: found 'localhost:8000'"),
         ("vllm", "http://x", {"temperature": 0.7}, "temperature 0"),
+        ("vllm", "http://x", {"scheduler": True}, "eval.scheduler: found true, expected false with --engine"),
         ("vllm", "http://x", {"batch_sizes": [1, 2]}, r"eval.batch_sizes: found \[1, 2\]; a server is measured at one"),
         ("vllm", "http://x", {"generate_baseline": True}, "eval.generate_baseline: found True"),
         ("sglang", "http://x", {"repetition_penalty": 1.1}, "eval.repetition_penalty: found 1.1; SGLang penalises"),

@@ -95,9 +95,10 @@ class LevelShares:
         if self._waiting < (FIT_SOON if self._fits < SOON else FIT_LATER):
             return False
         self._waiting, self._fits = 0, self._fits + 1
-        # given that the level above was accepted: what was, over what was said
-        share_K = np.log((self.was_K + PRIOR) / (self.said_K + PRIOR))
-        step_K = np.diff(share_K, prepend=0.0).clip(-LARGEST_STEP, LARGEST_STEP) * PACE
+        # given that the level above was accepted: what was, over what was said. A level that nobody saw stays as it is
+        above_K = np.append(1.0, (self.was_K + PRIOR) / (self.said_K + PRIOR))[:-1]
+        share_K = np.log((self.was_K + PRIOR) / (self.said_K * above_K + PRIOR))
+        step_K = share_K.clip(-LARGEST_STEP, LARGEST_STEP) * PACE
         self.bias_K = self.bias_K + torch.from_numpy(step_K.astype(np.float32))
         # what was said before the step would now be said otherwise
         self.said_K = KEEP * self.said_K * np.exp(np.cumsum(step_K))

@@ -1,0 +1,185 @@
+"""What the scheduler expects of every shape, against sorts and sums in plain Python; which shapes there are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from headstart.eval.decoding.scheduler import PLAIN, CycleShape
+from headstart.eval.kernels.flat import cut
+from headstart.eval.scheduling import estimates
+from headstart.eval.scheduling.estimates import Estimates, kept, likeliest
+from headstart.eval.scheduling.shapes import shapes_of
+
+Floats = NDArray[np.float32]
+
+
+@pytest.mark.parametrize("by_level", [True, False])
+@pytest.mark.parametrize(("linear", "nodes", "levels"), [(True, 1, 1), (True, 3, 3), (True, 7, 7), (True, 16, 16),
+                                                         (False, 3, 2), (False, 11, 3), (False, 59, 6)])  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 31, 64, 200])
+def test_shapes(batch: int, linear: bool, nodes: int, levels: int, by_level: bool) -> None:
+    shapes = shapes_of(batch, nodes, levels, linear, by_level)
+    assert shapes[0] == PLAIN and len(shapes) > 1
+    assert len(set(shapes)) == len(shapes) <= 20
+    for shape in shapes[1:]:
+        assert shape.levels is not None and 1 <= shape.levels <= levels
+        assert shape.nodes is None or 1 <= shape.nodes <= nodes
+        places = batch * (1 + (shape.levels if linear else shape.nodes or nodes))
+        assert shape.rows is None or batch < shape.rows < places
+    # all levels can be drafted, and the deepest drafts do not all wait for a cut
+    assert max(shape.levels or 0 for shape in shapes) == levels
+    if batch == 1:
+        assert all(shape.rows is None for shape in shapes)
+    if not by_level and not linear:
+        assert {shape.levels for shape in shapes[1:]} == {levels}
+
+
+def table(batch: int, nodes: int, seed: int, linear: bool) -> tuple[Floats, Floats]:
+    """(reach, depth) of chains or trees; no node has more than its parent. The last row is idle, and some are equal."""
+    rng = np.random.default_rng(seed)
+    parent = np.arange(-1, nodes - 1) if linear else np.array([rng.integers(-1, n) for n in range(nodes)])
+    step_BN = rng.choice([0.25, 0.5, 0.75, 1.0], (batch, nodes)) * rng.choice([1.0, rng.random()], (batch, nodes))
+    depth_N, reach_BN = np.ones(nodes), step_BN.copy()
+    for n, above in enumerate(parent):
+        if above >= 0:
+            depth_N[n] = depth_N[above] + 1
+            reach_BN[:, n] *= reach_BN[:, above]
+    reach_BN[-1] = 0.0
+    return reach_BN.astype(np.float32), np.broadcast_to(depth_N, reach_BN.shape).astype(np.float32)
+
+
+def naive_sums(reach_BN: Floats, depth_BN: Floats, levels: int, nodes: int) -> list[float]:
+    """Of the n likeliest drafts, n = 1 …, among the `nodes` likeliest ones of every row on the first levels."""
+    drafts: list[float] = []
+    for line, depths in zip(reach_BN.tolist(), depth_BN.tolist(), strict=True):
+        within = sorted((x for x, depth in zip(line, depths, strict=True) if depth <= levels), reverse=True)
+        drafts += within[:nodes]
+    drafts.sort(reverse=True)
+    return [sum(drafts[: n + 1]) for n in range(len(drafts))]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_of_the_likeliest(seed: int) -> None:
+    linear = seed % 2 == 0
+    reach_BN, depth_BN = table(4, 9, seed, linear)
+    for levels in (1, 2, int(depth_BN.max())):
+        for nodes in (1, 4, 9):
+            found = likeliest(reach_BN, depth_BN, levels, nodes)
+            expected = naive_sums(reach_BN, depth_BN, levels, nodes)
+            assert found[: len(expected)] == pytest.approx(expected, rel=1e-5)
+            # what is beyond adds nothing
+            assert found[len(expected) :] == pytest.approx([expected[-1]] * (len(found) - len(expected)))
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_host_knows_what_the_device_keeps(seed: int, linear: bool) -> None:
+    """With equal reaches, within a row and between rows, and idle rows."""
+    reach_BN, _ = table(5, 7, seed, linear)
+    log_reach_BN = torch.from_numpy(reach_BN).log()
+    for rows in range(5, 5 * 8 + 1):
+        device = cut(log_reach_BN, log_reach_BN.isfinite(), rows)
+        assert np.array_equal(kept(np.exp(log_reach_BN.numpy()), rows - 5), device.kept_BM[:, 1:].numpy())
+    assert np.array_equal(kept(reach_BN, None), reach_BN > 0)
+
+
+BATCH, LEVELS = 6, 5
+
+
+class Naive:
+    """Expectations of chains from a list of all cycles."""
+
+    def __init__(self, seconds: dict[CycleShape, float]):
+        self.seconds = seconds
+        self.values: list[tuple[int, dict[CycleShape, float]]] = []
+        self.expected = self.accepted = estimates.PRIOR
+
+    @staticmethod
+    def told(shape: CycleShape, reach_BN: Floats, depth_BN: Floats, rows: int) -> float:
+        """Drafts of a shape that are accepted, per row."""
+        sums = naive_sums(reach_BN, depth_BN, shape.levels or 0, LEVELS)
+        return sums[-1 if shape.rows is None else min(shape.rows - BATCH, len(sums)) - 1] / rows
+
+    def correct(self, ran: CycleShape, reach_BN: Floats, accepted: int) -> None:
+        keep, prior = estimates.KEEP, estimates.PRIOR
+        likely = sorted((x for x in reach_BN.flatten().tolist() if x > 0), reverse=True)
+        likely = likely if ran.rows is None else likely[: ran.rows - BATCH]
+        self.expected = keep * self.expected + (1 - keep) * prior + sum(likely)
+        self.accepted = keep * self.accepted + (1 - keep) * prior + accepted
+
+    def rate(self, shape: CycleShape) -> float:
+        if shape == PLAIN:
+            return 1 / self.seconds[shape]
+        weights, values = [], []
+        for rows, found in self.values:
+            share = 1 - math.exp(-rows / estimates.RECENT)
+            weights = [(1 - share) * weight for weight in weights] + [share]
+            values.append(found[shape])
+        mean = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+        return (1 + self.accepted / self.expected * mean) / self.seconds[shape]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rates_are_those_of_a_naive_computation(seed: int) -> None:
+    """Cycles of the deepest shapes, cut or not, tell of every shape."""
+    rng = np.random.default_rng(seed)
+    shapes = shapes_of(BATCH, LEVELS, LEVELS, True, True)
+    book, naive = Estimates(shapes, BATCH, LEVELS, LEVELS), Naive({s: float(rng.uniform(1, 2)) for s in shapes})
+    assert book.rate(shapes[-1]) == 0 and book.best() is None
+    book.seconds = dict(naive.seconds)
+    assert book.best() is None and book.rate(PLAIN) == naive.rate(PLAIN)
+    deepest, best = [shape for shape in shapes if shape.levels == LEVELS], set()
+    for cycle in range(8):
+        reach_BN, depth_BN = table(BATCH, LEVELS, 100 * seed + cycle, True)
+        rows = BATCH - 1
+        ran = deepest[int(rng.integers(len(deepest)))]
+        accepted_R = rng.integers(0, LEVELS + 1, rows)
+        book.learn(ran, reach_BN, depth_BN, accepted_R, True)
+        naive.values.append((rows, {s: naive.told(s, reach_BN, depth_BN, rows) for s in shapes if s != PLAIN}))
+        naive.correct(ran, reach_BN, int(accepted_R.sum()))
+        assert book.correction == pytest.approx(naive.accepted / naive.expected)
+        for shape in shapes:
+            assert book.rate(shape) == pytest.approx(naive.rate(shape), rel=1e-5)
+        assert book.best() == max((s for s in shapes if s != PLAIN), key=naive.rate)
+        best.add(book.best())
+    assert len({s.rows for s in deepest}) > 1
+
+
+def test_short_drafts_tell_of_longer_ones_by_what_these_gained_before() -> None:
+    shapes = shapes_of(BATCH, LEVELS, LEVELS, True, True)
+    naive = Naive(dict.fromkeys(shapes, 1.0))
+    book = Estimates(shapes, BATCH, LEVELS, LEVELS)
+    book.seconds = dict(naive.seconds)
+    short, rows = CycleShape(2), BATCH - 1
+    first, second = (table(BATCH, LEVELS, seed, True) for seed in (1, 2))
+    for ran, (reach_BN, depth_BN) in ((shapes[-1], first), (short, second)):
+        levels = ran.levels or 0
+        book.learn(ran, reach_BN[:, :levels], depth_BN[:, :levels], np.ones(rows, dtype=np.int64), True)
+        naive.correct(ran, reach_BN[:, :levels], rows)
+    told = [{s: naive.told(s, *given, rows) for s in shapes if s != PLAIN} for given in (first, second)]
+    gained = told[1][short] / told[0][short]
+    assert gained != pytest.approx(1.0, abs=0.05)
+    later = {s: told[1][s] if (s.levels or 0) <= 2 else told[0][s] * gained for s in told[0]}
+    naive.values = [(rows, told[0]), (rows, later)]
+    for shape in shapes:
+        assert book.rate(shape) == pytest.approx(naive.rate(shape), rel=1e-5)
+
+
+@pytest.mark.parametrize(("accepted", "gives_up"), [(0, True), (2, False)])
+def test_drafting_is_given_up_by_what_was_committed(accepted: int, gives_up: bool) -> None:
+    """A cycle that drafts takes twice as long as a plain one: it must commit two tokens."""
+    shapes = shapes_of(BATCH, LEVELS, LEVELS, True, True)
+    book = Estimates(shapes, BATCH, LEVELS, LEVELS)
+    book.seconds = {shape: 1.0 if shape == PLAIN else 2.0 for shape in shapes}
+    for cycle in range(60):
+        given = (*table(BATCH, LEVELS, cycle, True), np.full(BATCH - 1, accepted))
+        book.learn(shapes[-1], *given, False)
+        assert not book.pays_not  # the shape was only looked at
+    for cycle in range(60):
+        book.learn(shapes[-1], *table(BATCH, LEVELS, cycle, True), np.full(BATCH - 1, accepted), True)
+    assert book.pays_not == gives_up

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from headstart.eval.config import TreeConfig, tree_label
-from headstart.eval.tuning.costs import Costs, node_count
+from headstart.eval.tuning.costs import Costs, drafting_of, node_count
 from headstart.eval.tuning.served import step_rates
 from headstart.heads.formats.calibration import Calibration
 from headstart.heads.formats.choices import STEP_RATES, TOKENS_PER_BATCH, tokens_by_batch
@@ -124,6 +124,55 @@ class Trial:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Scheduled:
+    """Decoding in full with the scheduler.
+
+    Attributes:
+        tree: the largest that it drafts.
+        measured: `measure_point`. measured_speedup: as `Trial`'s.
+        against_fixed: its speed-up over that of the best fixed draft.
+        verified_per_cycle: rows of the target's forward that a sequence took in a cycle, its root included.
+    """
+
+    tree: TreeConfig
+    measured: dict[str, Any]
+    fixed_speedup: float
+    verified_per_cycle: float | None
+
+    @property
+    def measured_speedup(self) -> float:
+        return float(self.measured["row_speedup"])
+
+    @property
+    def against_fixed(self) -> float:
+        return self.measured_speedup / self.fixed_speedup
+
+    def kept(self) -> dict[str, Any]:
+        """For the head's sidecar."""
+        return {
+            "label": tree_label(self.tree, node_count(self.tree)), "tree": asdict(self.tree),
+            "measured_speedup": self.measured_speedup, "against_fixed": self.against_fixed,
+            "verified_per_cycle": self.verified_per_cycle,
+        }  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.kept(), "measured_tau": self.measured["tau"], "overrides": self.overrides, "measured": self.measured
+        }  # fmt: skip
+
+    @property
+    def overrides(self) -> str:
+        """The overrides of the command line that decode like this."""
+        return f"eval.scheduler=true {overrides(self.tree)}".strip()
+
+
+def largest_like(best: TreeConfig, trees: Iterable[TreeConfig]) -> TreeConfig:
+    """The largest tree that is drafted like `best`; of equals, the deepest."""
+    like = [tree for tree in trees if drafting_of(tree) == drafting_of(best)]
+    return max(like, key=lambda tree: (node_count(tree), tree.depth))
+
+
 @dataclass
 class Choice:
     """What to do at one batch size.
@@ -136,6 +185,7 @@ class Choice:
         measured: `measure_point` of `best`.
         calibrated, published: the best calibrated tree by prediction, and the published one; None without static trees.
         passed_over: the best by prediction, where another one was faster.
+        scheduled: decoding with the scheduler; None where that was not measured (`Tuning.notes` say why).
     """
 
     costs: Costs
@@ -145,6 +195,7 @@ class Choice:
     calibrated: Trial | None = None
     published: Trial | None = None
     passed_over: Trial | None = None
+    scheduled: Scheduled | None = None
 
     @classmethod
     def of(cls, costs: Costs, refined: list[Prediction], trials: list[Trial]) -> Choice:
@@ -193,6 +244,7 @@ class Choice:
             "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
             "best_chain": shown(self.best_chain), "calibrated": shown(self.calibrated),
             "published": shown(self.published), "passed_over": shown(self.passed_over),
+            "scheduled": None if self.scheduled is None else self.scheduled.to_json(),
             "costs": self.costs.to_json(), "measured": self.measured,
         }  # fmt: skip
 
@@ -232,7 +284,12 @@ class Tuning:
     def entry(self) -> dict[str, Any]:
         """For the head's sidecar: the choice at each batch size, tables for engines, and what was measured under."""
         kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
-        batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
+        batches = {
+            str(c.costs.batch): {
+                **{name: c.to_json()[name] for name in kept}, "scheduled": c.scheduled.kept() if c.scheduled else None
+            }
+            for c in self.choices
+        }  # fmt: skip
         return {
             "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,
             "data": self.data, "batches": batches, **self.tables(), "versions": versions(),

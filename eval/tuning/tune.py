@@ -6,7 +6,8 @@
 smaller tree accepts less per cycle, so its cycles begin at other tokens than the large tree's. So the few trees with
 the best estimate are run themselves. Then the best tree of each batch size is decoded in full, and its measured
 speed-up stands beside the predicted one. Where static trees are drafted, the best calibrated one and the published one
-are decoded in full as well: what is measured decides.
+are decoded in full as well: what is measured decides. Last, the scheduler decodes in full with the largest tree of the
+best one's kind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from headstart.data.media import dropped_lines
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.memory import memory_of
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, Drafting, build_drafter, find_drafting
 from headstart.eval.measuring.benchmark import bind_to_target
@@ -30,10 +33,12 @@ from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
 from headstart.eval.prompts import describe_data, eval_prompts
+from headstart.eval.scheduling.budget import budget_for
 from headstart.eval.tree import PUBLISHED_RANKS, static_paths, static_shape
 from headstart.eval.tuning.choice import (
     Choice,
     Prediction,
+    Scheduled,
     Trial,
     Tuning,
     by_speedup,
@@ -42,6 +47,7 @@ from headstart.eval.tuning.choice import (
     first_of,
     is_calibrated,
     is_published,
+    largest_like,
     tree_name,
 )
 from headstart.eval.tuning.costs import Costs, drafting_of, measure_costs, measurements, node_count
@@ -69,14 +75,16 @@ def tune(
 
     Args:
         head: on the target's device; None with `eval.drafter=ngram`.
-        config: prompts, sampling, limits; its `tree` is not used.
+        config: prompts, sampling, limits; its `tree` and `scheduler` are not used.
         progress: called with (measurements done, measurements in all, the next one in words).
     Raises: ConfigError, DataError naming field or file.
     """
     _check(target, config, search)
+    config = replace(config, scheduler=False)
     prompts = eval_prompts(replace(config, max_turns=1))
     drafting = drafting_for(head, config)
-    if memory_of(target.model.config).chains_only:
+    recurrent = memory_of(target.model.config).chains_only
+    if recurrent:
         drafting = replace(drafting, kinds=("chain",))
     _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
@@ -86,6 +94,7 @@ def tune(
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)
+    session.unscheduled = why_unscheduled(recurrent, drafting)
     for note in [*dropped_lines(prompts.dropped), *dropped]:
         session.say(note)
     profiles, halfway = session.profiles(drafting)
@@ -108,7 +117,7 @@ def tune(
         cycles={name: profile.cycles for name, profile in profiles.items()},
         taus={tree_name(tree): profiles[drafting_of(tree)].tau(tree) for tree in trees},
         choices=choices,
-        notes=[*facts.pop("notes", []), *uncalibrated],
+        notes=[*facts.pop("notes", []), *uncalibrated, *session.notes()],
         calibration=calibration,
         **facts,
     )
@@ -146,6 +155,13 @@ def drafting_for(head: Head | None, config: EvalConfig) -> Drafting:
     if drafting is None:
         raise ConfigError("tune: give a head, or eval.drafter=ngram")
     return drafting
+
+
+def why_unscheduled(recurrent: bool, drafting: Drafting) -> str | None:
+    """Why the scheduler cannot be measured; None where it can. Args: recurrent: whether the target has such states."""
+    if recurrent:
+        return "the target has layers with recurrent states"
+    return None if drafting.captures else "the host drafts, whose cycles cannot be captured"
 
 
 def deepest(head: Head | None, search: TuneConfig) -> int:
@@ -204,6 +220,10 @@ class _Session:
         #: `tree_name` → τ of the tree's own run
         self.own_taus: dict[str, float] = {}
         self.decoder = Decoder(target, config)
+        #: why nothing is measured with the scheduler; None where it can be
+        self.unscheduled: str | None = None
+        #: batch sizes at which it did not fit into memory
+        self.without_room: list[int] = []
         own = head.draft_vocab_size if head is not None else None
         #: tokens that can be drafted
         self.draftable = own or target.dims.vocab_size
@@ -214,7 +234,7 @@ class _Session:
             self.progress(self.done, max(self.total, self.done), what)
 
     def expect(self, trees: list[TreeConfig]) -> None:
-        measured = 1 + any(map(is_calibrated, trees)) + any(map(is_published, trees))
+        measured = 1 + any(map(is_calibrated, trees)) + any(map(is_published, trees)) + (self.unscheduled is None)
         self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 1 + measured)
 
     def build(self, tree: TreeConfig) -> Drafter:
@@ -315,17 +335,48 @@ class _Session:
         for best in (first_of(refined, is_calibrated), first_of(refined, is_published)):
             if best is not None and best != refined[0]:
                 chosen.append(best)
-        return Choice.of(costs, refined, [self.decode_in_full(prediction, batch) for prediction in chosen])
+        choice = Choice.of(costs, refined, [self.decode_in_full(prediction, batch) for prediction in chosen])
+        if self.unscheduled is None:
+            choice.scheduled = self.decode_scheduled(largest_like(choice.best.tree, trees), choice, batch)
+        return choice
 
     def decode_in_full(self, prediction: Prediction, batch: int) -> Trial:
         """Decode all prompts plainly and with the tree."""
         self.say(f"decoding with {tree_name(prediction.tree)} at batch {batch}")
-        config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
-        measured = measure_point(self.decoder, self.build(prediction.tree), config, self.contexts, batch)
-        # captured cycles keep their drafters in memory
-        self.decoder.graphs.clear()
+        measured = self._measured(self.build(prediction.tree), batch)
         self.say(step=1)
         return Trial(prediction, measured)
+
+    def decode_scheduled(self, tree: TreeConfig, choice: Choice, batch: int) -> Scheduled | None:
+        """The same with the scheduler, which drafts at most this tree; None where its cycles do not fit into memory."""
+        self.say(f"decoding with the scheduler, up to {tree_name(tree)}, at batch {batch}")
+        drafter = self.build(tree)
+        budget = budget_for(drafter, tree)
+        try:
+            measured = self._measured(drafter, batch, budget)
+        except torch.OutOfMemoryError:
+            self.decoder.graphs.clear()
+            self.decoder.drop_buffers()
+            self.without_room.append(batch)
+            return None
+        finally:
+            self.say(step=1)
+        verified = budget.verified / budget.cycles if budget.cycles else None
+        return Scheduled(tree, measured, choice.measured_speedup, verified)
+
+    def _measured(self, drafter: Drafter, batch: int, scheduler: Scheduler = KEEP_ALL) -> dict[str, Any]:
+        """`measure_point` on all prompts."""
+        config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
+        measured = measure_point(self.decoder, drafter, config, self.contexts, batch, scheduler)
+        # captured cycles keep their drafters in memory
+        self.decoder.graphs.clear()
+        return measured
+
+    def notes(self) -> list[str]:
+        """Why the scheduler was not measured, and at which batch sizes."""
+        if self.unscheduled is not None:
+            return [f"nothing was scheduled: {self.unscheduled}"]
+        return [f"batch {batch}: the scheduler's cycles do not fit into memory" for batch in self.without_room]
 
     def refine(self, prediction: Prediction, costs: Costs) -> Prediction:
         """The same with τ from the tree's own run over all prompts."""

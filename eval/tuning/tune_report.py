@@ -23,8 +23,8 @@ from headstart.heads.published import published
 PLOT = "tune.png"
 
 COLUMNS = (
-    "batch", "plain ms", "best tree", "τ", "cycle ms", "predicted", "measured", "measured τ", "do", "best chain",
-    "launch",
+    "batch", "plain ms", "best tree", "τ", "cycle ms", "predicted", "measured", "measured τ", "scheduled", "do",
+    "best chain", "launch",
 )  # fmt: skip
 #: of the table that shows calibrated trees beside the published one
 STATIC_COLUMNS = ("batch", "static tree", "nodes", "levels", "τ", "measured τ", "predicted", "measured", "kept")
@@ -46,6 +46,10 @@ CALIBRATION_NOTE = (
     "How far the probability that the first k drafts are all accepted, as the draft says it, lies from the share that "
     "was (expected calibration error, bins of equal width). Fitted on every other prompt, measured on the others."
 )
+SCHEDULED_NOTE = (
+    "scheduled = measured with the scheduler, which drafts up to the largest tree of the best one's kind; in brackets "
+    "against the best tree as measured"
+)
 LAUNCH_NOTE = (
     "launch = tokens to launch an engine with, which drafts chains; `headstart export` writes them by batch size"
 )
@@ -59,10 +63,16 @@ def _cells(choice: Choice) -> tuple[str, ...]:
         str(choice.costs.batch), number(choice.costs.plain_s * 1e3), tree_name(choice.best.tree),
         number(choice.best.tau), number(choice.costs.cycle_s(choice.best.tree) * 1e3),
         number(choice.best.speedup, 2, "×"), number(choice.measured_speedup, 2, "×") + ("" if choice.agrees else " !"),
-        number(choice.measured["tau"]), "speculate" if choice.speculate else "decode plainly",
+        number(choice.measured["tau"]), _scheduled(choice), "speculate" if choice.speculate else "decode plainly",
         "–" if chain is None else f"{chain.tree.depth} ({chain.speedup:.2f}×)",
         str(choice.launched) if choice.launched else "plain",
     )  # fmt: skip
+
+
+def _scheduled(choice: Choice) -> str:
+    """`1.42× (1.08)`: the speed-up with the scheduler, and against the best fixed draft."""
+    found = choice.scheduled
+    return "–" if found is None else f"{found.measured_speedup:.2f}× ({found.against_fixed:.2f})"
 
 
 def _static_rows(tuning: Tuning) -> list[tuple[str, ...]]:
@@ -105,12 +115,16 @@ def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable
                 f"batch {choice.costs.batch}: {tree_name(choice.best.tree)} is kept, measured {kept}; "
                 f"{tree_name(other.prediction.tree)}, the best by prediction, measured {passed}"
             )
+    if any(choice.scheduled for choice in tuning.choices):
+        lines.append(SCHEDULED_NOTE)
     lines.append(LAUNCH_NOTE)
     lines += tuning.notes
     uses = []
     for choice in tuning.choices:
         if choice.speculate:
             uses.append(f"batch {choice.costs.batch}: {command(overrides(choice.best.tree))}")
+        if (found := choice.scheduled) is not None and found.measured_speedup > max(1, choice.measured_speedup):
+            uses.append(f"batch {choice.costs.batch}, faster: {command(found.overrides)}")
     return [*map(text, lines), *uses]
 
 
@@ -118,7 +132,7 @@ def tuning_table(tuning: Tuning) -> Group:
     """The choice at every batch size, and where static trees are drafted, calibrated ones beside the published one."""
     static = _static_rows(tuning)
     return Group(
-        _shown(_title(tuning), COLUMNS, list(map(_cells, tuning.choices)), (2, 8)),
+        _shown(_title(tuning), COLUMNS, list(map(_cells, tuning.choices)), (2, 9)),
         *([_shown(STATIC_TITLE, STATIC_COLUMNS, static, (1, 8))] if static else []),
     )
 
@@ -235,12 +249,13 @@ def write_tuning(
 
 
 def _plot(tuning: Tuning, place: Path) -> None:
-    """Predicted and measured speed-up of every batch size's best tree, and of its best chain."""
+    """Predicted and measured speed-up of every batch size's best tree, with the scheduler, and of its best chain."""
     figure, axes = new_figure(6, 3.6)
     batches = [choice.costs.batch for choice in tuning.choices]
     for label, values in (
         ("predicted", [choice.best.speedup for choice in tuning.choices]),
         ("measured", [choice.measured_speedup for choice in tuning.choices]),
+        ("scheduled, measured", [c.scheduled.measured_speedup if c.scheduled else None for c in tuning.choices]),
         ("best chain, predicted", [c.best_chain.speedup if c.best_chain else None for c in tuning.choices]),
         ("published tree, measured", [c.published.measured_speedup if c.published else None for c in tuning.choices]),
     ):

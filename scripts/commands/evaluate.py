@@ -192,7 +192,10 @@ def nearest_tuned(batches: Iterable[str], batch: int) -> str | None:
 
 
 def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) -> None:
-    """Take the tree that `headstart tune` chose for this head, this card and about this batch size, if there is one."""
+    """Take the tree that `headstart tune` chose for this head, this card and about this batch size, if there is one.
+
+    With `eval.scheduler` it is the one that the scheduler was measured with.
+    """
     from headstart.eval.config import TreeConfig
     from headstart.heads.formats.sidecar import notes
     from headstart.heads.provenance import device_name
@@ -203,7 +206,9 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) 
         if size is None:
             return
         choice = entry["batches"][size]
-        tree, speculate, label = TreeConfig(**choice["tree"]), choice["speculate"], choice["label"]
+        scheduled = choice.get("scheduled") if config.scheduler else None
+        speculate, chosen = choice["speculate"] or scheduled is not None, scheduled or choice
+        tree, label = TreeConfig(**chosen["tree"]), chosen["label"]
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         console.say(f"{head / 'headstart.json'}: what was tuned cannot be read ({error!r}) and is not used")
         return

@@ -34,8 +34,8 @@ def command(
     The answer may be that plain decoding is faster. The speed-up of every tree is predicted from costs measured on this
     device and from acceptance on your prompts. The best tree is then decoded, and its measured speed-up stands beside
     the predicted one. For heads that draft static trees, trees are calibrated on your prompts, and the published tree
-    is measured beside the best of them. The choice is written into the head's headstart.json, where `headstart eval
-    --head` finds it on the same card.
+    is measured beside the best of them. The scheduler (`eval.scheduler`) is measured as well. The choice is written
+    into the head's headstart.json, where `headstart eval --head` finds it on the same card.
     """
     with common.command_body(json, "tune") as console:
         from headstart.heads.errors import ConfigError

@@ -47,6 +47,8 @@ def test_nothing_tries_trees(hybrid: Target, answers: list[Answer], prompts: str
     config = EvalConfig(data=prompts, max_new_tokens=8, warmup_tokens=0)
     search = TuneConfig(batch_sizes=[2], depth=1, k=[2], total_tokens=[4], prompts=2, repeats=1)
     found = tune(hybrid, head, config, search)
+    assert found.choices[0].scheduled is None
+    assert "nothing was scheduled: the target has layers with recurrent states" in found.notes
     assert set(found.cycles) == {"chain"} and all("chain" in name for name in found.taus)
     config.tree = TreeConfig(kind="dynamic")
     with pytest.raises(ConfigError, match=r"eval\.tree\.kind: found 'dynamic', but lfm2 .*one order of tokens.*=chain"):

@@ -23,6 +23,8 @@ from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
 
+CHAIN_OF_ONE = {"kind": "chain", "depth": 1, "paths": None}
+
 
 @pytest.fixture(autouse=True)
 def few_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +83,15 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
         assert headstart("eval", *options, *words, "--out", tmp_path / "b", "--json").json["tree"]["label"] == label
     near = headstart("eval", *options, "eval.batch_size=2", "--out", tmp_path / "b", "--json")
     assert near.json["tree"]["label"] == "static3" and "card and batch 1, the nearest to 2: static3" in near.err
+    # the scheduler drafts up to the tree that it was measured with, whether a fixed draft pays or not
+    assert kept["scheduled"]["against_fixed"] == choice["scheduled"]["against_fixed"] > 0
+    smaller = {**kept["tree"], **CHAIN_OF_ONE}
+    entry["batches"]["1"]["scheduled"] = {**kept["scheduled"], "tree": smaller, "label": "chain1"}
     entry["batches"]["1"]["speculate"] = False
+    annotate(head, {"tuned": {entry["device"]: entry}})
+    scheduled = headstart("eval", *options, "eval.scheduler=on", "--out", tmp_path / "e", "--json")
+    assert scheduled.code == 0 and scheduled.json["tree"]["label"] == "chain1, scheduled", scheduled.err
+    assert "card and batch 1: chain1" in scheduled.err
     annotate(head, {"tuned": {entry["device"]: entry}})
     plain = headstart("eval", *options, "--out", tmp_path / "c", "--json")
     assert "plain decoding is faster at batch 1" in plain.err and plain.json["tree"]["label"] == "chain2"

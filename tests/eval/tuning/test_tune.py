@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from eval_help import Trained, memory_for_two_rows, word_tokenizer
 from rich.console import Console
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
-from headstart.eval.tuning.choice import Trial, finalists, overrides
+from headstart.eval.scheduling.budget import Budget
+from headstart.eval.tuning.choice import Scheduled, Trial, finalists, largest_like, overrides
 from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import ChainProfile, DynamicProfile
 from headstart.eval.tuning.ranks import NEVER
@@ -32,8 +34,9 @@ from headstart.eval.tuning.tune import (
     tune,
     typical_batch,
 )
-from headstart.eval.tuning.tune_report import tuning_markdown, tuning_table, tuning_text
+from headstart.eval.tuning.tune_report import tuning_markdown, tuning_table, tuning_text, write_tuning
 from headstart.heads.errors import ConfigError
+from headstart.heads.formats.choices import tuned_batches
 from headstart.heads.targets.target import Target
 
 
@@ -222,6 +225,43 @@ def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
     json.dumps(tuning.to_json())
 
 
+def test_the_largest_tree_of_a_kind() -> None:
+    trees = [TreeConfig("chain", depth) for depth in (1, 2, 3)]
+    trees += [TreeConfig("dynamic", depth, k, total) for k in (2, 4) for depth in (2, 3, 4) for total in (4, 8)]
+    assert largest_like(trees[0], trees) == trees[2]
+    # k belongs to the kind; of trees with as many nodes, the deepest
+    assert largest_like(TreeConfig("dynamic", 2, 2, 4), trees) == TreeConfig("dynamic", 4, 2, 8)
+    static = [TreeConfig("static", 2, total_tokens=n, paths=[[0], [1], [0, 0]][: n - 1]) for n in (2, 4, 3)]
+    assert largest_like(static[0], trees + static) == static[1]
+
+
+def test_what_the_scheduler_gains_is_told(tmp_path: Path) -> None:
+    best = Prediction(TreeConfig("chain", 2), 2.0, 1.25)
+    chosen = Choice(costs(), best, best, {"row_speedup": 1.25, "tau": 2.0})
+    tuning = Tuning("eagle3", {"name": "T"}, {"path": "x"}, "card", "bfloat16", 0.0, 64, 4, {}, {}, [chosen])
+    assert tuning.entry()["batches"]["1"]["scheduled"] is None and chosen.to_json()["scheduled"] is None
+    assert "| 2.00 | – | speculate |" in tuning_markdown(tuning) and "scheduled =" not in tuning_text(tuning)
+    chosen.scheduled = Scheduled(TreeConfig("chain", 7), {"row_speedup": 1.5, "tau": 2.25}, 1.25, 3.5)
+    shown, kept = chosen.to_json()["scheduled"], tuning.entry()["batches"]["1"]["scheduled"]
+    assert (shown["measured_speedup"], shown["against_fixed"], shown["measured_tau"]) == (1.5, 1.2, 2.25)
+    assert shown["overrides"] == "eval.scheduler=true eval.tree.depth=7" and shown["measured"]["tau"] == 2.25
+    assert kept == {name: shown[name] for name in kept} and kept["tree"] == vars(TreeConfig("chain", 7))
+    assert (kept["label"], kept["verified_per_cycle"]) == ("chain7", 3.5)
+    # readers of the sidecar find what they look for
+    (read,) = tuned_batches({"tuned": {"card": json.loads(json.dumps(tuning.entry()))}})
+    assert (read.label, read.measured, read.chain) == ("chain2", 1.25, 2)
+    assert "| 2.00 | 1.50× (1.20) | speculate |" in tuning_markdown(tuning)
+    said = tuning_text(tuning)
+    assert "scheduled = measured with the scheduler" in said
+    assert said.endswith("batch 1: eval.tree.depth=2\nbatch 1, faster: eval.scheduler=true eval.tree.depth=7")
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(tuning_table(tuning))
+    assert "1.50× (1.20)" in printed.getvalue()
+    write_tuning(tuning, tmp_path)
+    assert json.loads((tmp_path / "tune.json").read_text())["choices"][0]["scheduled"] == shown
+    assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
 CALIBRATED = TreeConfig("static", 2, total_tokens=4, paths=[[0], [1], [0, 0]])
 PUBLISHED = TreeConfig("static", 2, total_tokens=64)
 
@@ -323,8 +363,19 @@ def test_a_whole_tuning(target: Target, family: str, prompts: str, request: pyte
     assert found.taus[tree_name(best.tree)] * choice.costs.plain_s / choice.costs.cycle_s(best.tree) in by_profile[-3:]
     assert steps[-1][0] == steps[-1][1] and steps[-1][2] == "done"
     # every step was counted: the total never grew
-    assert len({total for _, total, what in steps if what.startswith(("costs", "decoding"))}) == 1
+    (total,) = {total for _, total, what in steps if what.startswith(("costs", "decoding"))}
+    # the scheduler's run is one of them; static trees may be measured fewer times than there are kinds
+    assert total == steps[-1][1] or family == "medusa"
     check_static(found, family)
+    # the same prompts with the scheduler
+    scheduled = choice.scheduled
+    assert scheduled is not None and scheduled.measured["rows"] == 8
+    assert not any("sched" in note for note in found.notes)
+    assert scheduled.tree == largest_like(best.tree, trees_of(found, trained)) or best.tree.kind == "static"
+    assert scheduled.measured_speedup > 0 and 1 <= scheduled.measured["tau"] <= SMALL["depth"] + 1
+    assert scheduled.against_fixed == scheduled.measured_speedup / choice.measured_speedup
+    spent = scheduled.verified_per_cycle
+    assert spent is not None and 1 <= spent <= node_count(scheduled.tree) + 1
     # engines draft as many as the head has, so the calibration is of all, whatever depth was searched
     assert found.calibration is not None, found.notes
     assert found.calibration.positions == (trained.head.longest_chain or SMALL["depth"])
@@ -385,6 +436,24 @@ def test_batches_beyond_the_memory_are_left_out(target: Target, prompts: str, mo
     assert any("batch 4 does not fit into memory" in line for line in said)
 
 
+def test_a_scheduler_that_does_not_fit_leaves_the_rest(
+    target: Target, eagle3: Trained, prompts: str, monkeypatch: Any
+) -> None:
+    original = Decoder.run
+
+    def run(self: Decoder, *given: Any, **options: Any) -> Any:
+        if isinstance(options.get("scheduler"), Budget):
+            raise torch.OutOfMemoryError("no more")
+        return original(self, *given, **options)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    search = TuneConfig(batch_sizes=[1], depth=1, k=[2], total_tokens=[3], prompts=2, repeats=1)
+    found = tune(target, eagle3.head, settings(prompts), search)
+    (choice,) = found.choices
+    assert choice.measured_speedup > 0 and choice.scheduled is None
+    assert "batch 1: the scheduler's cycles do not fit into memory" in found.notes
+
+
 def test_prompts_that_the_template_refuses_are_told(target: Target, tmp_path: Path, monkeypatch: Any) -> None:
     tokenizer = word_tokenizer()
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -402,7 +471,8 @@ def test_prompt_lookup_is_tuned_without_a_head(target: Target, prompts: str) -> 
     search = TuneConfig(batch_sizes=[1], depth=2, prompts=2, repeats=1, context=20)
     found = tune(target, None, settings(prompts, drafter="ngram"), search)
     assert found.drafter == "ngram" and found.context == 20 and set(found.taus) == {"chain1", "chain2"}
-    assert found.choices[0].best_chain is not None
+    assert found.choices[0].best_chain is not None and found.choices[0].scheduled is None
+    assert found.notes == ["nothing was scheduled: the host drafts, whose cycles cannot be captured"]
     assert 1 <= found.taus["chain1"] <= found.taus["chain2"] <= 3
 
 

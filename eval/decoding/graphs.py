@@ -20,7 +20,7 @@ from headstart.eval.kernels.launch import compile_ahead, compiling, synchronize
 COMPARED = 2
 #: cycles of a shape that are timed, where there are several shapes
 TIMED = 5
-#: ends of cycles that are remembered: of the one before, of the one whose table is read, of the one that runs
+#: cycles that are remembered: the one before, the one whose table is read, the one that runs
 ENDS = 3
 
 #: gives places of rows that ended to contexts that wait; returns whether it gave any
@@ -152,7 +152,7 @@ class _Cycle:
 
     Attributes:
         table, said: what a replay fills. said: see Scheduler.said.
-        hosts: pinned copies of both, for two cycles under way.
+        hosts: pinned copies of both, for the cycles whose tables the host may still need.
     """
 
     shape: CycleShape
@@ -163,13 +163,13 @@ class _Cycle:
 
     def __post_init__(self) -> None:
         given = [self.table] if self.said is None else [self.table, self.said]
-        self.hosts = [[torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in given] for _ in range(2)]
+        self.hosts = [[torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in given] for _ in range(ENDS)]
 
-    def launch(self, turn: int, done: torch.cuda.Event) -> None:
+    def launch(self, turn: int, end: torch.cuda.Event) -> None:
         self.graph.replay()
         for host, value in zip(self.hosts[turn], (self.table, self.said), strict=False):
             host.copy_(value, non_blocking=True)
-        done.record()
+        end.record()
 
 
 class _Captured:
@@ -260,24 +260,27 @@ class _Captured:
     def run(self, loop: Loop, refill: Refill) -> Generator[list[list[int]], None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
-        scheduler, number, refilled = loop.scheduler, 0, 0
-        running = self._launch(loop, number)
+        number, refilled = 0, 0
+        running, before = self._launch(loop, number), None
         while True:
             following = self._launch(loop, number + 1)
-            end = self.ends[number % ENDS]
+            # only now, while the card works: it has nothing to do from the moment that places are refilled
+            if before is not None:
+                loop.scheduler.learn(*before)
+            turn = number % ENDS
+            end = self.ends[turn]
             end.synchronize()
-            table, *said = running.hosts[number % 2]
-            lines = table.tolist()
+            table, *said = running.hosts[turn]
             # contexts are read before the second cycle after this one: that one's time says nothing
             alone = number > refilled + 2
             seconds = self.ends[(number - 1) % ENDS].elapsed_time(end) / 1e3 if alone else None
-            yield lines
+            before = running.shape, table.numpy(), said[0].numpy() if said else None, seconds
+            yield table.tolist()
             if refill():
                 refilled = number
                 # the cycle that already runs ends before these copies: all is on one stream
                 _copy(self.held, loop.tensors())
                 loop.attach(self.held)
-            scheduler.learn(running.shape, table.numpy(), said[0].numpy() if said else None, seconds)
             running, number = following, number + 1
 
     def _launch(self, loop: Loop, number: int) -> _Cycle:
@@ -285,7 +288,7 @@ class _Captured:
         cycle = self.cycles[loop.scheduler.next_shape()]
         # plain cycles follow others for good, so a rule that was used once stays the rule
         loop.rule = cycle.rule or loop.rule
-        cycle.launch(number % 2, self.ends[number % ENDS])
+        cycle.launch(number % ENDS, self.ends[number % ENDS])
         self.latest = cycle
         return cycle
 

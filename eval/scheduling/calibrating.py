@@ -17,14 +17,14 @@ from torch import Tensor
 from headstart.eval.tuning.logistic import Logistic, start, update
 
 Floats = NDArray[np.float32]
-#: cycles that are learned from between two fits, at first and after so many fits
-FIT_SOON, FIT_LATER, SOON = 8, 32, 8
+#: rows that are learned from between two fits, at first and after so many fits
+FIT_SOON, FIT_LATER, SOON = 64, 1024, 8
 #: how much of its weight the past keeps at a fit
 KEEP = 0.9
 #: nodes that count as said and as accepted before any was
 PRIOR = 1.0
 #: largest step of a bias at a fit of `LevelShares`, and the share of the way that it goes
-LARGEST_STEP, PACE = 0.5, 0.5
+LARGEST_STEP, PACE = 1.0, 0.7
 
 
 class Calibrating(Protocol):
@@ -52,7 +52,7 @@ class ChainLogistic:
         begin = start(levels)
         self.state = Logistic(torch.tensor(slope), torch.full((levels,), bias), begin.precision)
         self.scale_K, self.bias_K = torch.full((levels,), slope), torch.full((levels,), bias)
-        self._fits = 0
+        self._rows = self._fits = 0
         self._waiting: list[tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = []
 
     def learn(
@@ -62,9 +62,10 @@ class ChainLogistic:
         logit_BK = np.zeros((len(active_B), len(self.bias_K)), np.float32)
         logit_BK[:, : said.shape[2]] = said[0]
         self._waiting.append((logit_BK, np.where(active_B, accepted_B, 0), judged_B))
-        if len(self._waiting) < (FIT_SOON if self._fits < SOON else FIT_LATER):
+        self._rows += int(active_B.sum())
+        if self._rows < (FIT_SOON if self._fits < SOON else FIT_LATER):
             return False
-        self._fits += 1
+        self._rows, self._fits = 0, self._fits + 1
         given = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self._waiting, strict=True)]
         self._waiting.clear()
         self.state = update(self.state, *given, keep=KEEP)
@@ -81,7 +82,7 @@ class LevelShares:
     def __init__(self, levels: int):
         self.scale_K, self.bias_K = torch.ones(levels), torch.zeros(levels)
         self.said_K, self.was_K = np.zeros(levels), np.zeros(levels)
-        self._waiting = self._fits = 0
+        self._rows = self._fits = 0
 
     def learn(
         self, said: Floats, active_B: NDArray[np.bool_], accepted_B: NDArray[np.int64], kept_BN: NDArray[np.bool_]
@@ -91,10 +92,10 @@ class LevelShares:
         depth_BN = said[2].astype(np.int64).clip(0, len(level_K))
         self.said_K += np.bincount(depth_BN.ravel(), reach_BN.ravel(), len(level_K) + 1)[1:]
         self.was_K += (accepted_B[active_B, None] >= level_K).sum(0)
-        self._waiting += 1
-        if self._waiting < (FIT_SOON if self._fits < SOON else FIT_LATER):
+        self._rows += int(active_B.sum())
+        if self._rows < (FIT_SOON if self._fits < SOON else FIT_LATER):
             return False
-        self._waiting, self._fits = 0, self._fits + 1
+        self._rows, self._fits = 0, self._fits + 1
         # given that the level above was accepted: what was, over what was said. A level that nobody saw stays as it is
         above_K = np.append(1.0, (self.was_K + PRIOR) / (self.said_K + PRIOR))[:-1]
         share_K = np.log((self.was_K + PRIOR) / (self.said_K * above_K + PRIOR))

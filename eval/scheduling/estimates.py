@@ -24,9 +24,11 @@ Size = tuple[int, int]
 RECENT = 48
 #: the same of what is kept for long: how shapes compare, and whether drafting pays at all
 LASTING = 8192
-#: what drafting is believed to gain before anything is known, and how many rows that belief counts as: the first
-#: contexts of a small batch may be harder than the others
-BELIEF, BELIEVED = 1.05, 256
+#: what drafting is believed to gain before anything is known, and how many rows and cycles that belief counts as: the
+#: first contexts of a small batch may be harder than the others
+BELIEF, BELIEVED_ROWS, BELIEVED_CYCLES = 1.05, 256, 8
+#: cycles that are learned from before what drafts gain is counted: the choices before that are poor
+SETTLED = 24
 #: cycles over which the time is averaged that they take more or less than was measured; a cycle that takes this share
 #: more or less was held up by something else
 PACED, ODD = 16, 0.5
@@ -97,7 +99,7 @@ class Estimates:
         # of each shape, and of each size as a whole: how its drafts compare to all those of the size before
         self._ratio: dict[CycleShape | Size, Ratio] = defaultdict(Ratio)
         self._expected = self._accepted = PRIOR
-        self._meant = 0
+        self._meant = self._cycles = 0
         # what rows committed, over what plain decoding commits in that time
         self._gain = Mean(LASTING)
 
@@ -136,7 +138,8 @@ class Estimates:
         kept_BN = kept(reach_BN, None if ran.rows is None else ran.rows - self.batch)
         self._expected = KEEP * self._expected + (1 - KEEP) * PRIOR + float(reach_BN[kept_BN].sum())
         self._accepted = KEEP * self._accepted + (1 - KEEP) * PRIOR + accepted
-        if meant and PLAIN in self.seconds and ran in self.seconds:
+        self._cycles += 1
+        if meant and self._cycles > SETTLED and PLAIN in self.seconds and ran in self.seconds:
             self._meant += rows
             gain_R = (1 + accepted_R) * (self.seconds[PLAIN] + self.late) / (self.seconds[ran] + self.late)
             self._gain.add(float(gain_R.mean()), rows)
@@ -173,7 +176,8 @@ class Estimates:
     def pays_not(self) -> bool:
         """Whether plain decoding is faster than what was drafted."""
         count = min(self._meant, LASTING)
-        return bool(count) and count * self._gain.value + BELIEVED * BELIEF < count + BELIEVED
+        believed = BELIEVED_ROWS + BELIEVED_CYCLES * self.batch
+        return bool(count) and count * self._gain.value + believed * BELIEF < count + believed
 
     @property
     def correction(self) -> float:

@@ -1,0 +1,197 @@
+"""What is drafted in cycles that draft less than a drafter was built for, and what timing them leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from eval_help import CONTEXTS, NEW_TOKENS, Trained, run, tokens_of
+
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decoding.decode import Answer, decode, slots_needed
+from headstart.eval.decoding.drafter import SizedDrafter
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.graphs import time_shapes
+from headstart.eval.decoding.loop import Loop
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.scheduler import PLAIN, CycleShape, Scheduler
+from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.tree import Tree, chain, static_shape
+from headstart.heads.targets.target import Target
+
+Heads = Callable[[str], Trained]
+
+
+class Turns(Scheduler):
+    """Takes turns with some shapes. Args: timed: whether they are timed first."""
+
+    captures = True
+
+    def __init__(self, *given: CycleShape, timed: bool = False):
+        self.given, self.timing, self.turn = list(given), timed, 0
+        self.seconds: dict[CycleShape, float] = {}
+
+    def shapes(self) -> list[CycleShape]:
+        return self.given
+
+    def next_shape(self) -> CycleShape:
+        self.turn += 1
+        return self.given[self.turn % len(self.given)]
+
+    def wants_time(self, shape: CycleShape) -> bool:
+        return self.timing and shape not in self.seconds
+
+    def timed(self, shape: CycleShape, seconds: float) -> None:
+        self.seconds[shape] = seconds
+
+
+def drafter_of(trained: Heads, family: str, tree: TreeConfig, temperature: float = 0.0) -> Drafter:
+    drafter = build_drafter(trained(family).head, EvalConfig(tree=tree, temperature=temperature))
+    assert drafter is not None
+    return drafter
+
+
+def begun(target: Target, drafter: Drafter, sampling: Sampling, scheduler: Scheduler) -> Loop:
+    engine = Engine(target.model, 3, slots_needed(max(map(len, CONTEXTS)), NEW_TOKENS, drafter))
+    loop = Loop(engine, drafter, sampling, torch.Generator().manual_seed(3), None, scheduler)
+    with torch.inference_mode():
+        loop.start(CONTEXTS, [NEW_TOKENS] * 3, [set()] * 3)
+    return loop
+
+
+def proposed(target: Target, drafter: Drafter, shape: CycleShape, sampling: Sampling) -> Tree:
+    loop = begun(target, drafter, sampling, Turns(shape))
+    loop.take(shape)
+    return drafter.propose(torch.tensor([30, 7, 12]), torch.Generator().manual_seed(3))
+
+
+def same(found: Tree, expected: Tree) -> None:
+    assert found.levels == expected.levels and found.linear == expected.linear
+    for name in ("tokens_BN", "parent_BN", "depth_BN", "valid_BN"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for name in ("q_BNV", "score_BN", "confidence_BN"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["eagle3", "eagle"])
+@pytest.mark.parametrize("levels", [1, 2, 4, 6])
+def test_a_chain_of_fewer_levels_has_the_same_first_drafts(
+    target: Target, trained: Heads, family: str, levels: int, temperature: float
+) -> None:
+    sampling = Sampling(temperature=temperature)
+    drafter = drafter_of(trained, family, TreeConfig("chain", 5), temperature)
+    assert isinstance(drafter, SizedDrafter) and drafter.by_level
+    whole = proposed(target, drafter, CycleShape(), sampling)
+    assert whole.nodes == 5 and len(set(whole.tokens_BN[0].tolist())) > 1
+    same(proposed(target, drafter, CycleShape(levels), sampling), whole.first(levels))
+    same(proposed(target, drafter, CycleShape(), sampling), whole)
+
+
+TREES = [("eagle3", "dynamic"), ("eagle", "dynamic")]
+
+
+@pytest.mark.parametrize(("family", "kind"), TREES)
+@pytest.mark.parametrize(("levels", "nodes"), [(1, 2), (2, 5), (2, 11), (3, 7), (4, 11)])
+def test_a_smaller_tree_is_that_of_a_drafter_built_for_it(
+    target: Target, trained: Heads, family: str, kind: str, levels: int, nodes: int
+) -> None:
+    large = drafter_of(trained, family, TreeConfig(kind, 4, 3, 12))
+    small = drafter_of(trained, family, TreeConfig(kind, levels, 3, nodes + 1))
+    expected = proposed(target, small, CycleShape(), Sampling())
+    same(proposed(target, large, CycleShape(levels, nodes), Sampling()), expected)
+    assert expected.nodes == min(nodes, 3 + 9 * (levels - 1))
+
+
+@pytest.mark.parametrize(("family", "tree", "shape", "smaller"), [
+    ("eagle3", TreeConfig("chain", 5), CycleShape(2), TreeConfig("chain", 2)),
+    ("eagle3", TreeConfig("dynamic", 4, 3, 12), CycleShape(2, 6), TreeConfig("dynamic", 2, 3, 7)),
+    ("medusa", TreeConfig("ddtree", 3, total_tokens=12), CycleShape(3, 5), TreeConfig("ddtree", 3, total_tokens=6)),
+    ("hydra", TreeConfig("chain", 3), CycleShape(2), TreeConfig("chain", 2)),
+    ("dspark", TreeConfig("chain", 4), CycleShape(2), TreeConfig("chain", 2)),
+])  # fmt: skip
+def test_cycles_that_draft_less_are_those_of_a_smaller_drafter(
+    target: Target, plain: list[Answer], trained: Heads, family: str, tree: TreeConfig, shape: CycleShape,
+    smaller: TreeConfig,
+) -> None:  # fmt: skip
+    """All cycles of an answer: what a cycle leaves to the next one is right too."""
+    answers = run(target, drafter_of(trained, family, tree), scheduler=Turns(shape))
+    expected = run(target, drafter_of(trained, family, smaller))
+    assert tokens_of(answers) == tokens_of(expected) == tokens_of(plain)
+    assert [answer.cycles for answer in answers] == [answer.cycles for answer in expected]
+    assert max(cycle.accepted for answer in answers for cycle in answer.cycles) > 0
+
+
+SHAPES = {
+    "chain": [PLAIN, CycleShape(1), CycleShape(3, rows=5), CycleShape(3)],
+    "dynamic": [PLAIN, CycleShape(2, 5), CycleShape(3, 8, 12), CycleShape(3, 11)],
+    "static": [PLAIN, CycleShape(3, rows=9), CycleShape(3)],
+    "ddtree": [PLAIN, CycleShape(3, 6, 9), CycleShape(3, 11)],
+}
+WAYS = [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "static"), ("medusa", "ddtree"), ("dspark", "chain"),
+        ("hydra", "static")]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("family", "kind"), WAYS)
+def test_timing_leaves_everything_as_it_was(
+    target: Target, trained: Heads, family: str, kind: str, temperature: float
+) -> None:
+    drafter = drafter_of(trained, family, TreeConfig(kind, 3, 3, 12), temperature)
+    sampling = Sampling(temperature=temperature, repetition_penalty=1.2)
+    scheduler = Turns(*SHAPES[kind], timed=True)
+    loop = begun(target, drafter, sampling, scheduler)
+    assert loop.generator is not None
+    names, before = [name for _, name in loop.state], [tensor.clone() for tensor in loop.tensors()]
+    noise, longest = loop.generator.get_state(), loop.longest
+    with torch.inference_mode():
+        time_shapes(loop)
+    assert set(scheduler.seconds) == set(scheduler.shapes()) and min(scheduler.seconds.values()) > 0
+    for name, tensor, expected in zip(names, loop.tensors(), before, strict=True):
+        assert torch.equal(tensor, expected), name
+    assert torch.equal(loop.generator.get_state(), noise) and loop.longest == longest
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("family", "kind"), WAYS)
+def test_answers_do_not_depend_on_timing(
+    target: Target, trained: Heads, family: str, kind: str, temperature: float
+) -> None:
+    """Keys and values too: the cycles after it are those that would have been."""
+    found = []
+    for timed in (False, True):
+        drafter = drafter_of(trained, family, TreeConfig(kind, 3, 3, 12), temperature)
+        scheduler = Turns(*SHAPES[kind][1:], timed=timed)
+        engine = Engine(target.model, 3, slots_needed(max(map(len, CONTEXTS)), NEW_TOKENS, drafter))
+        generator = torch.Generator().manual_seed(5)
+        # three contexts are admitted later
+        decoded = decode(
+            engine, CONTEXTS * 2, drafter, Sampling(temperature=temperature), NEW_TOKENS, set(), generator,
+            scheduler=scheduler,
+        )  # fmt: skip
+        assert len(scheduler.seconds) == (len(scheduler.shapes()) if timed else 0)
+        found.append([(answer.tokens, answer.cycles) for answer in decoded.answers])
+    assert found[0] == found[1]
+
+
+def test_first_levels() -> None:
+    tokens = torch.arange(10).view(2, 5)
+    q_BNV, number_BN = torch.rand(2, 5, 7), torch.rand(2, 5)
+    valid = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    line = replace(chain(tokens, valid, q_BNV), score_BN=number_BN, confidence_BN=-number_BN)
+    assert line.first(5) is line and line.first(9) is line
+    cut = line.first(3)
+    same(cut, replace(chain(tokens[:, :3], valid[:, :3], q_BNV[:, :3]), score_BN=number_BN[:, :3],
+                      confidence_BN=-number_BN[:, :3]))  # fmt: skip
+    assert cut.nodes == 3 and cut.first(0).nodes == 0
+    tree = static_shape([(0,), (1,), (0, 0), (0, 0, 0), (1, 0)]).tree(tokens)
+    assert tree.first(3) is tree
+    # nodes stay in their places, so that what a captured cycle knows of the shape stays right
+    assert tree.first(2).valid_BN.tolist() == [[True, True, True, True, False]] * 2
+    assert tree.first(1).valid_BN.tolist() == [[True, True, False, False, False]] * 2
+    assert torch.equal(tree.first(1).tokens_BN, tokens) and tree.first(1).levels == 3

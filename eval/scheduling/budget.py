@@ -25,9 +25,9 @@ from headstart.eval.decoding.scheduler import KEEP_ALL, PLAIN, CycleShape, Sched
 from headstart.eval.kernels.reach import reach
 from headstart.eval.scheduling.calibrating import Calibrating, ChainLogistic, LevelShares
 from headstart.eval.scheduling.estimates import Estimates
+from headstart.eval.scheduling.logistic import BIAS, SLOPE
 from headstart.eval.scheduling.shapes import shapes_of
 from headstart.eval.tree import Tree
-from headstart.eval.tuning.logistic import BIAS, SLOPE
 
 #: rows that must have been learned from before the first choice
 FIRST = 48

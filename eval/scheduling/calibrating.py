@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.eval.tuning.logistic import Logistic, start, update
+from headstart.eval.scheduling.logistic import Logistic, start, update
 
 Floats = NDArray[np.float32]
 #: rows that are learned from between two fits, at first and after so many fits
@@ -46,7 +46,7 @@ class Calibrating(Protocol):
 
 
 class ChainLogistic:
-    """The online logistic of eval/tuning/logistic.py. Args: slope, bias: where it begins."""
+    """The online logistic of logistic.py. Args: slope, bias: where it begins."""
 
     def __init__(self, levels: int, slope: float, bias: float):
         begin = start(levels)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.eval.tuning.logistic import fit
+from headstart.eval.scheduling.logistic import fit
 from headstart.heads.errors import DataError
 from headstart.heads.formats.calibration import Calibration, mean_error
 

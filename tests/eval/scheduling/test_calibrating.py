@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headstart.eval.scheduling.calibrating import ChainLogistic, LevelShares
 from headstart.eval.scheduling.estimates import kept
-from headstart.eval.tuning.logistic import BIAS, SLOPE
+from headstart.eval.scheduling.logistic import BIAS, SLOPE
 
 Floats = NDArray[np.float64]
 BATCH = 32

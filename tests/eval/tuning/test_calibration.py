@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.eval.tuning import logistic
+from headstart.eval.scheduling import logistic
 from headstart.eval.tuning.calibration import (
     Outcomes,
     calibrate,

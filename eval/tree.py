@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class Tree:
             return self
         if not self.linear:
             return self.keep(self.depth_BN <= levels)
-        cut = {
+        cut: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value[:, :levels]
             for name in ("tokens_BN", "parent_BN", "depth_BN", "valid_BN", "q_BNV", "score_BN", "confidence_BN")
         }

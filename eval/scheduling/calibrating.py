@@ -66,9 +66,10 @@ class ChainLogistic:
         if self._rows < (FIT_SOON if self._fits < SOON else FIT_LATER):
             return False
         self._rows, self._fits = 0, self._fits + 1
-        given = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self._waiting, strict=True)]
+        parts = zip(*self._waiting, strict=True)
+        logits, accepted, judged = (torch.from_numpy(np.concatenate(part)) for part in parts)
         self._waiting.clear()
-        self.state = update(self.state, *given, keep=KEEP)
+        self.state = update(self.state, logits, accepted, judged, keep=KEEP)
         self.scale_K, self.bias_K = self.state.slope.expand_as(self.state.bias_K), self.state.bias_K
         return True
 

@@ -154,7 +154,8 @@ class Estimates:
             sums = likeliest(reach_BN, depth_BN, *size) / rows if told else None
             members = [shape for shape in self.shapes if shape != PLAIN and self.size(shape) == size]
             whole = None
-            for what in (*members, size):
+            both: list[CycleShape | Size] = [*members, size]
+            for what in both:
                 count = what.rows - self.batch if isinstance(what, CycleShape) and what.rows else None
                 if sums is not None:
                     whole = float(sums[-1 if count is None else min(count, len(sums)) - 1])

@@ -26,7 +26,7 @@ from headstart.eval.decoding.scheduler import CycleShape
 from headstart.eval.decoding.verify import acceptance, block_acceptance, block_residual, walk_accepted, walk_block
 from headstart.eval.kernels.flat import cut
 from headstart.eval.kernels.reach import reach
-from headstart.eval.tree import Tree, chain
+from headstart.eval.tree import Tree, chain, static_shape
 from headstart.heads.sampling import logit_of
 
 RULES = ["block", "token"]
@@ -75,14 +75,17 @@ class Pairs:
     @classmethod
     def of(cls, sequences: Sequence[Sequence2], levels: int) -> Pairs:
         one, other = (every_chain(levels, s.vocab, s.p, s.q) for s in sequences)
-
-        def mixed(a: Tensor, b: Tensor) -> Tensor:
-            every_b = b.repeat(len(a), *[1] * (b.dim() - 1))
-            return torch.stack([a.repeat_interleave(len(b), 0), every_b], 1).flatten(0, 1)
-
         assert one[0].q_BNV is not None and other[0].q_BNV is not None
         tree = chain(mixed(one[0].tokens_BN, other[0].tokens_BN), None, mixed(one[0].q_BNV, other[0].q_BNV))
         return cls(tree, mixed(one[1], other[1]), mixed(one[2], other[2]).view(-1, 2).prod(1))
+
+    @classmethod
+    def of_trees(cls, sequences: Sequence[Sequence2]) -> Pairs:
+        """Two children of the root, drawn without replacement, and one child of the first of them."""
+        one, other = (every_tree(s) for s in sequences)
+        tokens_RN = mixed(one[0], other[0])
+        tree = replace(static_shape([(0,), (1,), (0, 0)]).tree(tokens_RN), q_BNV=mixed(one[1], other[1]))
+        return cls(tree, mixed(one[2], other[2]), mixed(one[3], other[3]).view(-1, 2).prod(1))
 
     def first(self, levels: int) -> Pairs:
         return Pairs(self.tree.first(levels), self.p_RMV[:, : levels + 1], self.chance_P)
@@ -99,6 +102,25 @@ class Pairs:
             kept.append(valid_BN)
             p.append(p_BMV)
         return replace(self, tree=self.tree.keep(torch.cat(kept)), p_RMV=torch.cat(p))
+
+
+def mixed(a: Tensor, b: Tensor) -> Tensor:
+    """Every row of a with every row of b, one behind the other."""
+    every_b = b.repeat(len(a), *[1] * (b.dim() - 1))
+    return torch.stack([a.repeat_interleave(len(b), 0), every_b], 1).flatten(0, 1)
+
+
+def every_tree(sequence: Sequence2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(tokens, q, p, probability) of all draws of `Pairs.of_trees`."""
+    p, q = sequence.p, sequence.q
+    first = q(())
+    drawn = [x for x in itertools.product(range(sequence.vocab), repeat=3) if x[0] != x[1]]
+    chances = [first[a] * first[b] / (1 - first[a]) * q((a,))[c] for a, b, c in drawn]
+    q_BNV = [[first, first, q((a,))] for a, _, _ in drawn]
+    p_BMV = [[p(()), p((a,)), p((b,)), p((a, c))] for a, b, c in drawn]
+    return (
+        torch.tensor(drawn), *(torch.tensor(x, dtype=torch.float64) for x in (q_BNV, p_BMV, chances)),
+    )  # type: ignore[return-value]  # fmt: skip
 
 
 def committed(tree: Tree, p_RMV: Tensor, rule: str) -> Tensor:
@@ -123,17 +145,21 @@ def committed(tree: Tree, p_RMV: Tensor, rule: str) -> Tensor:
     return found_RMV
 
 
-def told(tokens_RN: Tensor, committed_RMV: Tensor, law_W: Tensor) -> Tensor:
-    """[R, W]: probability of every text, where what a row does not commit is drawn from the target later."""
+def told(tokens_RN: Tensor, committed_RMV: Tensor, law_W: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """[R, W]: probability of every text, where what a row does not commit is drawn from the target later.
+
+    Args: paths: the nodes that lead to each place, its own included.
+    """
     rows, vocab = len(tokens_RN), committed_RMV.shape[2]
     found_RW = torch.zeros((rows, len(law_W)), dtype=torch.float64)
-    for m in range(committed_RMV.shape[1]):
-        rest = law_W.view(vocab**m, vocab, -1)
+    for m, path in enumerate(paths):
+        count = vocab ** len(path)
+        rest = law_W.view(count, vocab, -1)
         rest = rest / rest.sum(-1, keepdim=True).clamp(min=1e-300)
         before_R = torch.zeros(rows, dtype=torch.int64)
-        for n in range(m):
+        for n in path:
             before_R = before_R * vocab + tokens_RN[:, n]
-        found_RW.view(rows, vocab**m, vocab, -1)[torch.arange(rows), before_R] += (
+        found_RW.view(rows, count, vocab, -1)[torch.arange(rows), before_R] += (
             committed_RMV[:, m, :, None] * rest[before_R]
         )
     return found_RW
@@ -141,9 +167,10 @@ def told(tokens_RN: Tensor, committed_RMV: Tensor, law_W: Tensor) -> Tensor:
 
 def both(sequences: Sequence[Sequence2], pairs: Pairs, rule: str, lengths: Sequence[int]) -> Tensor:
     """[W, W]: joint probability of what the two sequences say."""
-    committed_RMV = committed(pairs.tree, pairs.p_RMV, rule)
+    tree, committed_RMV = pairs.tree, committed(pairs.tree, pairs.p_RMV, rule)
+    paths = [[], *([n for n in range(tree.nodes) if tree.mask_BNN[0, m, n]] for m in range(tree.nodes))]
     one, other = (
-        told(pairs.tree.tokens_BN[n::2], committed_RMV[n::2], s.law(length))
+        told(tree.tokens_BN[n::2], committed_RMV[n::2], s.law(length), paths)
         for n, (s, length) in enumerate(zip(sequences, lengths, strict=True))
     )
     return (pairs.chance_P[:, None] * one).T @ other
@@ -217,6 +244,44 @@ def test_sequences_that_share_rows_say_what_the_target_says(
 def test_no_draft_may_speak_of_its_own_token(vocab: int, levels: int, rows: int, rule: str) -> None:
     """The check above notices a logit that tells what was drawn."""
     far = [shared(of_the_token, vocab, levels, rows, rule, seed=seed)[0] for seed in range(3, 7)]
+    assert max(far) > 1e-2
+
+
+def of_the_parents(tree: Tree) -> Tensor:
+    """What a head may say of siblings: any number, by the tokens above."""
+    assert tree.q_BNV is not None
+    lines = []
+    for row, (a, _, _) in enumerate(tree.tokens_BN.tolist()):
+        first, below = (random.Random(f"{tree.q_BNV[row, 0, 0]}{x}").gauss(0, 2) for x in ("", a))
+        lines.append([first, first, below])
+    return torch.tensor(lines, dtype=torch.float32)
+
+
+def unasked(tree: Tree) -> Tensor:
+    """What is said of trees whose siblings are drawn now: nothing, so that the calibration of the level decides."""
+    return torch.zeros(tree.tokens_BN.shape)
+
+
+@pytest.mark.parametrize("rows", range(2, 9))
+@pytest.mark.parametrize("says", [unasked, of_the_parents])
+def test_trees_of_drawn_siblings_that_share_rows(says: Says, rows: int) -> None:
+    wanders = False
+    for seed in range(3, 7):
+        sequences = two(3, seed=seed)
+        pairs = Pairs.of_trees(sequences)
+        pairs = pairs.cut(reached(pairs, says), [rows] * len(pairs.chance_P))
+        assert distance(both(sequences, pairs, "token", [3, 3]), sequences, 3) < 1e-12
+        wanders |= len(set(pairs.tree.valid_BN[::2].sum(1).tolist())) > 1
+    assert wanders == (says is of_the_parents and 5 <= rows < 8)
+
+
+def test_no_sibling_may_speak_of_its_own_token() -> None:
+    far = []
+    for seed in range(3, 7):
+        sequences = two(3, seed=seed)
+        pairs = Pairs.of_trees(sequences)
+        pairs = pairs.cut(reached(pairs, of_the_token), [4] * len(pairs.chance_P))
+        far.append(distance(both(sequences, pairs, "token", [3, 3]), sequences, 3))
     assert max(far) > 1e-2
 
 

@@ -64,6 +64,24 @@ def test_predictions_hold(target: Target, head: Head, config: EvalConfig) -> Non
         # the forward is most of a plain cycle and what is left of a cycle is small beside it
         assert all(seconds < costs.plain_s for points in costs.rest_s.values() for seconds in points.values())
         assert choice.agrees, (tree_name(choice.best.tree), choice.best.speedup, choice.measured_speedup)
+        # the head is not trained: until the scheduler gives drafting up, it loses a little more than the shortest chain
+        assert choice.scheduled is not None and choice.scheduled.against_fixed > 0.8
+
+
+def test_the_scheduler_in_an_evaluation(target: Target, head: Head, config: EvalConfig) -> None:
+    """Untrained drafts are given up. Every shape was captured and timed, and a cycle's parts are the whole chain's."""
+    asked = replace(config, tree=TreeConfig("chain", 4), batch_size=4, batch_sizes=[8], sweep_prompts=8)
+    fixed, report = (evaluate(target, head, replace(asked, scheduler=on)) for on in (False, True))
+    assert report.scheduler is not None and set(report.scheduler["batches"]) == {"4", "8"}
+    assert 1 <= report.scheduler["verified_per_cycle"] < 3 and report.speedup is not None
+    for book in report.scheduler["batches"].values():
+        plain, *others = book["shapes"]
+        assert plain["levels"] == 0 and others and all(shape["ms"] > plain["ms"] for shape in others)
+        assert plain["cycles"] > 0
+    assert fixed.cycle is not None and report.cycle is not None and fixed.speedup is not None
+    assert report.cycle["draft_ms"] == pytest.approx(fixed.cycle["draft_ms"], rel=0.15)
+    # the fixed chain goes on losing
+    assert report.speedup > fixed.speedup
 
 
 def test_static_predictions_hold(target: Target, config: EvalConfig) -> None:

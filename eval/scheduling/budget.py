@@ -165,7 +165,7 @@ class Budget(Scheduler):
         if shape == PLAIN or said is None or not rows or (self._learned > EVERY and self._learned % STRIDE):
             return
         accepted_B = np.where(active_B, table[:, COUNT] - 1, 0)
-        reach_BN = np.where(active_B[:, None], np.exp(said[1]), 0.0)
+        reach_BN = np.where(active_B[:, None], np.exp(said[1], dtype=np.float64), 0.0)
         depth_BN = said[2] if len(said) > 2 else np.broadcast_to(np.arange(1.0, said.shape[2] + 1), said.shape[1:])
         kept_BN = self.book.learn(shape, reach_BN, depth_BN, accepted_B[active_B], meant)
         if self.calibrating.learn(said, active_B, accepted_B, kept_BN):

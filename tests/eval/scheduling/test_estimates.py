@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from simulated import SilentDrafter, context
 
+from headstart.eval.decoding.drafter import Drafter
+from headstart.eval.decoding.loop import COUNT
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.kernels.flat import cut
 from headstart.eval.scheduling import estimates
+from headstart.eval.scheduling.budget import Budget
 from headstart.eval.scheduling.estimates import Estimates, kept, likeliest
 from headstart.eval.scheduling.shapes import shapes_of
 
@@ -86,6 +91,29 @@ def test_the_host_knows_what_the_device_keeps(seed: int, linear: bool) -> None:
         device = cut(log_reach_BN, log_reach_BN.isfinite(), rows)
         assert np.array_equal(kept(np.exp(log_reach_BN.numpy()), rows - 5), device.kept_BM[:, 1:].numpy())
     assert np.array_equal(kept(reach_BN, None), reach_BN > 0)
+
+
+@pytest.mark.parametrize("said", [
+    [[-3e-8, -5e-8, -7e-8], [-1e-8, -2e-8, -4e-8]],  # all are 1 in float32
+    [[-90.0, -120.0, -200.0], [-100.0, -110.0, -210.0]],  # most are 0 in float32
+])  # fmt: skip
+def test_reaches_next_to_0_and_1_are_told_apart(said: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the host would take drafts for rejected that were not verified."""
+    budget = Budget(cast(Drafter, SilentDrafter(3, True)), 3, True)
+    budget.start(context(2))
+    for shape in budget.shapes():
+        budget.timed(shape, 1.0)
+    found: list[NDArray[np.bool_]] = []
+    monkeypatch.setattr(budget.calibrating, "learn", lambda said, active, accepted, kept: found.append(kept))
+    log_reach_BN = torch.tensor(said)
+    lines = np.zeros((2, 8), np.int64)
+    lines[:, COUNT] = 1
+    for rows in (3, 4, 5, 6, 7):
+        budget.next_shape()
+        both = np.stack([np.zeros((2, 3), np.float32), log_reach_BN.numpy()])
+        budget.learn(CycleShape(3, rows=rows), lines, both)
+        device = cut(log_reach_BN, torch.ones((2, 3), dtype=torch.bool), rows)
+        assert np.array_equal(found[-1], device.kept_BM[:, 1:].numpy())
 
 
 BATCH, LEVELS = 6, 5

@@ -29,6 +29,9 @@ PUBLISHED_CHILDREN: dict[tuple[int, ...], int] = {
 #: candidates per head that the published tree uses
 PUBLISHED_RANKS = 10
 
+#: fields of a tree that hold something of every node
+CUT = ("tokens_BN", "parent_BN", "depth_BN", "valid_BN", "q_BNV", "score_BN", "confidence_BN", "rate_BN")
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -49,6 +52,8 @@ class Tree:
             it: of a confidence head, else its own probability of the token. Where tokens are drawn, that is the
             largest probability of any token, which does not tell what was drawn, so a scheduler may choose by it. None
             where it was not asked (drafter.ConfidentDrafter) or where the drafter has none.
+        rate_BN: float32, probability that a node is accepted if its ancestors are. Synthetic acceptance takes it in
+            place of a rate per level; None where nobody gave it. Lossless rules and schedulers do not read it.
     """
 
     tokens_BN: Tensor
@@ -60,6 +65,7 @@ class Tree:
     linear: bool = False
     score_BN: Tensor | None = None
     confidence_BN: Tensor | None = None
+    rate_BN: Tensor | None = None
 
     @property
     def nodes(self) -> int:
@@ -81,7 +87,7 @@ class Tree:
             return self.keep(self.depth_BN <= levels)
         cut: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value[:, :levels]
-            for name in ("tokens_BN", "parent_BN", "depth_BN", "valid_BN", "q_BNV", "score_BN", "confidence_BN")
+            for name in CUT
         }
         return replace(self, levels=levels, **cut)
 

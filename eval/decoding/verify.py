@@ -322,8 +322,9 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
 def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verified:
     """Accept level d with probability `rate_K[d - 1]` if all earlier ones were. LOSSY: p decides nothing.
 
-    The path leads to the first of a row's deepest nodes. Levels beyond the rates are rejected. `choice_BM`: the
-    target's own token at every row; the one at the end of the path is committed after it.
+    The path leads to the first of a row's deepest nodes. Levels beyond the rates are rejected. Where the tree has
+    rates of its own (`Tree.rate_BN`), a node of that path is accepted with its rate instead. `choice_BM`: the target's
+    own token at every row; the one at the end of the path is committed after it.
     """
     shape = (choice_BM.shape[0], tree.levels)
     uniform_BK = torch.rand(shape, device=choice_BM.device, generator=generator)
@@ -335,14 +336,18 @@ def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Ge
 def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verified:
     if tree.nodes == 0:
         return _verified(tree, tree.valid_BN, choice_BM)
-    known = min(len(rate_K), tree.levels)
-    passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
-    passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
-    levels_B = passed_BK.long().cumprod(1).sum(1)
+    if tree.rate_BN is None:
+        known = min(len(rate_K), tree.levels)
+        passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
+        passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
+        levels_B = passed_BK.long().cumprod(1).sum(1)
+        passed_BN = tree.depth_BN <= levels_B[:, None]
+    else:
+        passed_BN = _closed(tree, uniform_BK.gather(1, (tree.depth_BN - 1).clamp(min=0)) < tree.rate_BN)
     deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
     rows_B = torch.arange(uniform_BK.shape[0], device=uniform_BK.device)
     ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
-    return _verified(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]), choice_BM)
+    return _verified(tree, ancestors_BN & tree.valid_BN & passed_BN, choice_BM)
 
 
 def _verified(tree: Tree, on_path_BN: Tensor, choice_BM: Tensor) -> Verified:

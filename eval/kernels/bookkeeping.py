@@ -82,10 +82,12 @@ def synthetic_kernel(
     """As verify.synthetic_eager: (path_BK, accepted_B, next_B)."""
     choice_BM, verified = choice_BM.contiguous(), _empty_path(tree, choice_BM)
     parent, depth, valid = (contiguous_rows(part) for part in (tree.parent_BN, tree.depth_BN, tree.valid_BN))
+    own = tree.nodes > 0 and tree.rate_BN is not None
+    rates = rate_K if tree.rate_BN is None or not own else contiguous_rows(tree.rate_BN)
     launch(_synthetic_kernel, (len(choice_BM),),
-        parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rate_K, *verified,
-        tree.nodes, tree.levels, rate_K.shape[0], parent.stride(0), depth.stride(0), valid.stride(0),
-        BN=triton.next_power_of_2(max(tree.nodes, 1)), BK=triton.next_power_of_2(tree.levels + 1), num_warps=1,
+        parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rates, *verified,
+        tree.nodes, tree.levels, rates.shape[-1], parent.stride(0), depth.stride(0), valid.stride(0), rates.stride(0),
+        OWN=own, BN=triton.next_power_of_2(max(tree.nodes, 1)), BK=triton.next_power_of_2(tree.levels + 1), num_warps=1,
         **launch_options(choice_BM.device),
     )  # fmt: skip
     return verified
@@ -278,24 +280,37 @@ if triton is not None:
         tl.store(accepted + batch, count)
         tl.store(following + batch, wanted)
 
-    @triton.jit(do_not_specialize=["nodes", "levels", "known", "stride_p", "stride_d", "stride_v"])
+    @triton.jit(do_not_specialize=["nodes", "levels", "known", "stride_p", "stride_d", "stride_v", "stride_r"])
     def _synthetic_kernel(
         parent, depth, valid, choice, uniform, rates, path, accepted, following, nodes, levels, known,
-        stride_p, stride_d, stride_v, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+        stride_p, stride_d, stride_v, stride_r, OWN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """One program per row: from its first deepest node up to the root."""
+        """One program per row: from its first deepest node up to the root. OWN: whether every node has a rate."""
         await_previous(OVERLAP)
         batch = tl.program_id(0).to(tl.int64)
-        level = tl.arange(0, BK)
-        chance = tl.load(rates + level, mask=level < known, other=0.0)
-        drawn = tl.load(uniform + batch * levels + level, mask=level < levels, other=2.0)
-        passed = tl.min(tl.where(drawn < chance, BK, level), 0)
         node = tl.arange(0, BN)
         there = tl.load(valid + batch * stride_v + node, mask=node < nodes, other=0) != 0
         deep = tl.where(there, tl.load(depth + batch * stride_d + node, mask=node < nodes, other=0), 0)
         top = tl.max(deep, 0)
-        count = tl.minimum(passed.to(tl.int64), top)
-        current = tl.min(tl.where(deep == top, node, BN), 0).to(tl.int64)
+        last = tl.min(tl.where(deep == top, node, BN), 0).to(tl.int64)
+        if OWN:
+            count, current = top, last
+            for step in range(levels):
+                at = levels - step
+                on = at <= top
+                drawn = tl.load(uniform + batch * levels + at - 1)
+                chance = tl.load(rates + batch * stride_r + current, mask=on, other=0.0)
+                # upwards, so that the highest node that fails decides
+                count = tl.where(on & (drawn >= chance), at - 1, count)
+                current = tl.where(on, tl.load(parent + batch * stride_p + current, mask=on, other=-1), current)
+        else:
+            level = tl.arange(0, BK)
+            chances = tl.load(rates + level, mask=level < known, other=0.0)
+            draws = tl.load(uniform + batch * levels + level, mask=level < levels, other=2.0)
+            passed = tl.min(tl.where(draws < chances, BK, level), 0)
+            count = tl.minimum(passed.to(tl.int64), top)
+        current = last
         end = top * 0 - 1
         for step in range(levels):
             at = levels - step

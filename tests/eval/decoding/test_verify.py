@@ -406,6 +406,35 @@ def test_synthetic_acceptance_follows_the_profile() -> None:
     assert torch.equal(again.accepted_B, verdict.accepted_B)
 
 
+def test_synthetic_acceptance_with_rates_of_nodes() -> None:
+    """40,000 rows of each of two trees, of which the nodes off the deepest branch say nothing."""
+    rows, unused = 40_000, torch.tensor([0.0])
+    tree = repeat(build([-1, -1, 1, 2], [0, 1, 2, 3]), 2 * rows)
+    rate_2N = torch.tensor([[0.0, 0.8, 0.5, 0.25], [1.0, 0.3, 1.0, 0.6]])
+    tree = replace(tree, rate_BN=rate_2N.repeat_interleave(rows, 0))
+    verdict = synthetic(tree, torch.arange(5).expand(2 * rows, 5), unused, torch.Generator().manual_seed(0))
+    for accepted, (a, b, c) in zip(verdict.accepted_B.split(rows), rate_2N[:, 1:].tolist(), strict=True):
+        expected = torch.tensor([1 - a, a * (1 - b), a * b * (1 - c), a * b * c])
+        found = torch.bincount(accepted, minlength=4) / rows
+        assert torch.allclose(found, expected, atol=4 * 0.5 / rows**0.5)
+    paths = torch.tensor([[-1, -1, -1], [1, -1, -1], [1, 2, -1], [1, 2, 3]])
+    assert torch.equal(verdict.path_BK, paths[verdict.accepted_B])
+
+
+def test_rates_of_nodes_are_cut_with_their_levels() -> None:
+    tree = replace(chain(torch.tensor([[1, 2, 3]])), rate_BN=torch.tensor([[1.0, 0.0, 1.0]]))
+    logits, sampling = torch.zeros(1, 4, V), Sampling(synthetic=(0.0,))
+    assert verify(tree, logits, sampling).accepted_B.tolist() == [1]
+    shorter = tree.first(2)
+    assert shorter.rate_BN is not None and shorter.rate_BN.tolist() == [[1.0, 0.0]]
+    sure = replace(tree, rate_BN=torch.ones(1, 3))
+    kept = sure.keep(torch.tensor([[True, True, False]]))
+    assert verify(kept, logits, sampling).accepted_B.tolist() == [2]
+    assert verify(sure, logits, sampling).accepted_B.tolist() == [3]
+    # lossless rules do not read them
+    assert verify(sure, torch.eye(V)[torch.tensor([[3, 0, 0, 0]])], Sampling()).accepted_B.tolist() == [0]
+
+
 def test_synthetic_acceptance_stops_where_rates_or_drafts_end() -> None:
     tree = chain(torch.tensor([[1, 2, 3]] * 3), torch.tensor([[True] * 3, [True, False, False], [False] * 3]))
     logits = torch.zeros(3, 4, V)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -116,6 +116,23 @@ def test_synthetic(name: str) -> None:
         same(verify.Verified(*bookkeeping.synthetic_kernel(tree, choice, uniform, rate)), verdict)
         accepted += int(verdict.accepted_B.sum())
     assert accepted or name == "plain"
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("name", TREES)
+def test_synthetic_with_rates_of_nodes(name: str, strided: bool) -> None:
+    """Rates may lie in rows of a wider tensor."""
+    tree, counts = TREES[name], set()
+    choice, unused = integers(VOCAB, BATCH, tree.nodes + 1), torch.zeros(2, device=DEVICE)
+    for seed in range(6):
+        noise = torch.Generator().manual_seed(seed)
+        uniform = torch.rand((BATCH, tree.levels), generator=noise).to(DEVICE)
+        wide = torch.rand((BATCH, tree.nodes + 3), generator=noise).to(DEVICE) ** 0.3
+        rated = replace(tree, rate_BN=wide[:, : tree.nodes] if strided else wide[:, : tree.nodes].contiguous())
+        verdict = verify.synthetic_eager(rated, choice, uniform, unused)
+        same(verify.Verified(*bookkeeping.synthetic_kernel(rated, choice, uniform, unused)), verdict)
+        counts |= set(verdict.accepted_B.tolist())
+    assert counts == {0} if name == "plain" else len(counts) > 1
 
 
 WAYS = [

@@ -116,6 +116,7 @@ class Loop:
     def take(self, shape: CycleShape) -> None:
         """Give the next cycle its shape."""
         self.shape = shape
+        self.scheduler.prepare(shape)
         if self.drafts and isinstance(self.drafter, SizedDrafter):
             self.drafter.levels, self.drafter.nodes = shape.levels, shape.nodes
 
@@ -232,7 +233,7 @@ class Loop:
             tree = tree.first(shape.levels)
         kept_BN = scheduler.choose(tree, roots_B, active_B)
         tree = tree if kept_BN is None else tree.keep(kept_BN)
-        reach_BN = scheduler.reach(tree)
+        reach_BN = scheduler.reach(tree) if shape.says else None
         if shape.rows is None:
             return tree, None
         flat = flatten(tree.valid_BN, shape.rows) if reach_BN is None else cut(reach_BN, tree.valid_BN, shape.rows)

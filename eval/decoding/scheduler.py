@@ -26,11 +26,14 @@ class CycleShape:
         nodes: most nodes of a tree; None: all. Chains have a node per level.
         rows: roots and nodes that the target's forward computes, over the whole batch; every root is one of them.
             None: all nodes.
+        says: whether the scheduler gets to know how sure the drafts are. Not saying it saves time. False only where
+            `rows` is None.
     """
 
     levels: int | None = None
     nodes: int | None = None
     rows: int | None = None
+    says: bool = True
 
 
 WHOLE, PLAIN = CycleShape(), CycleShape(levels=0)
@@ -107,6 +110,10 @@ class Scheduler(Protocol):
         """
         return None
 
+    def prepare(self, shape: CycleShape) -> None:
+        """A cycle of this shape comes next, captured or not."""
+        return None
+
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         """Which nodes are verified.
 
@@ -121,7 +128,7 @@ class Scheduler(Protocol):
     def reach(self, tree: Tree) -> Tensor | None:
         """float32 [B, N], by which nodes take the rows of a shape, the largest first. No node has more than its parent.
 
-        It is asked in every cycle. None: the first nodes take the rows.
+        It is asked in every cycle whose shape `says` so. None: the first nodes take the rows.
         """
         return None
 

@@ -9,7 +9,7 @@ Shape legend: B batch, N nodes, K levels.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.scheduler import KEEP_ALL, PLAIN, CycleShape, Scheduler
 from headstart.eval.kernels.reach import reach
 from headstart.eval.scheduling.calibrating import Calibrating, ChainLogistic, LevelShares
-from headstart.eval.scheduling.estimates import Estimates
+from headstart.eval.scheduling.estimates import Estimates, silent
 from headstart.eval.scheduling.logistic import BIAS, SLOPE
 from headstart.eval.scheduling.shapes import shapes_of
 from headstart.eval.tree import Tree
@@ -52,12 +52,12 @@ class Budget(Scheduler):
     """Serves one drafter. It goes on learning from batch to batch.
 
     Args:
-        drafter: it says from now on how sure it is of its drafts, where it can.
+        drafter: in some cycles it says how sure it is of its drafts, where it can.
         levels: deepest level that it drafts.
         linear: whether it drafts chains.
 
     Attributes:
-        scale_K, bias_K: float32 on the device, by which logits become probabilities (reach.py).
+        numbers: float32 [2, K] on the device: scale and bias by which logits become probabilities (reach.py).
         verified: roots and nodes of sequences that were not idle, summed over all cycles.
         cycles: of sequences that were not idle, which `verified` was summed over.
     """
@@ -67,12 +67,12 @@ class Budget(Scheduler):
     def __init__(self, drafter: Drafter, levels: int, linear: bool):
         self.drafter, self.levels, self.linear = drafter, levels, linear
         source = "draft_probability"
-        if isinstance(drafter, ConfidentDrafter) and linear:
-            drafter.says_confidence, source = True, drafter.confidence_source
+        if isinstance(drafter, ConfidentDrafter):
+            source = drafter.confidence_source
         begin = (1.0, 0.0) if source == "confidence" else (SLOPE, BIAS)
         self.calibrating: Calibrating = ChainLogistic(levels, *begin) if linear else LevelShares(levels)
         self.books: dict[int, Estimates] = {}
-        self.verified = self.cycles = self._learned = 0
+        self.verified = self.cycles = 0
         self._pause = LOOK_AFTER
         self._lengths: dict[int, float] = {}
         self._said: Tensor | None = None
@@ -95,8 +95,7 @@ class Budget(Scheduler):
         self.book = self.books[batch]
         length = float(context.count_B.float().mean())
         if not 1 / LONGER < length / max(self._lengths[batch], 1.0) < LONGER:
-            self.book.seconds.clear()
-            self.book.late = 0.0
+            self.book.times.clear()
             self._lengths[batch] = length
         self._cycle, self._look, self._off = 0, self._pause, False
         # of the cycles whose tables are not yet known: whether their shape was thought the best one
@@ -106,13 +105,18 @@ class Budget(Scheduler):
         return KEEP_ALL
 
     def shapes(self) -> list[CycleShape]:
-        return self.book.shapes
+        return list(dict.fromkeys([*self.book.shapes, *map(silent, self.book.shapes)]))
 
     def wants_time(self, shape: CycleShape) -> bool:
-        return shape not in self.book.seconds
+        return shape not in self.book.times.profiled
 
     def timed(self, shape: CycleShape, seconds: float) -> None:
-        self.book.seconds[shape] = seconds
+        self.book.times.profiled[shape] = seconds
+
+    def prepare(self, shape: CycleShape) -> None:
+        self._said = None
+        if isinstance(self.drafter, ConfidentDrafter):
+            self.drafter.says_confidence = shape.says
 
     def reach(self, tree: Tree) -> Tensor:
         assert self.numbers is not None
@@ -125,18 +129,19 @@ class Budget(Scheduler):
     def next_shape(self) -> CycleShape:
         shape, meant = self._next()
         self._under_way.append(meant)
-        return shape
+        # what was learned changes slowly: most cycles need not say how sure the drafts are
+        return silent(shape) if meant and self.book.cycles > EVERY and self._cycle % STRIDE else shape
 
     def _next(self) -> tuple[CycleShape, bool]:
         """(the shape, whether it is thought the best one)."""
         self._cycle += 1
         book = self.book
         best = book.best()
-        if self._off or not book.seconds:
+        if self._off or not book.times.profiled:
             return PLAIN, True
         if best is None or book.rows < FIRST:
             return book.fastest(book.sizes[-1]), False
-        if self._cycle > AGAIN and book.pays_not:
+        if self._cycle > AGAIN and book.gain.lost:
             self._off = True
             return PLAIN, True
         if self._cycle >= self._look and (larger := book.larger(best)) is not None:
@@ -154,22 +159,31 @@ class Budget(Scheduler):
         meant = self._under_way.popleft()
         active_B = table[:, COUNT] > 0
         rows = int(active_B.sum())
-        places = rows if shape == PLAIN or said is None else rows * (1 + said.shape[2])
+        places = rows * (1 + self._nodes(shape))
         # of a shape with cuts, idle rows take one place each
         self.verified += places if shape.rows is None else min(places, shape.rows - (len(table) - rows))
         self.cycles += rows
-        self.book.ran[shape] += 1
-        self._learned += 1
+        self.book.ran[replace(shape, says=True)] += 1
         if seconds is not None:
-            self.book.took(shape, seconds)
-        if shape == PLAIN or said is None or not rows or (self._learned > EVERY and self._learned % STRIDE):
+            self.book.times.took(shape, seconds)
+        if shape == PLAIN or not rows:
             return
         accepted_B = np.where(active_B, table[:, COUNT] - 1, 0)
+        if meant:
+            self.book.gained(shape, accepted_B[active_B])
+        # of cut shapes it is said in every cycle, and the host saves its own time
+        if said is None or (self.book.cycles > EVERY and shape.rows is not None and self._cycle % STRIDE):
+            return
         reach_BN = np.where(active_B[:, None], np.exp(said[1], dtype=np.float64), 0.0)
         depth_BN = said[2] if len(said) > 2 else np.broadcast_to(np.arange(1.0, said.shape[2] + 1), said.shape[1:])
-        kept_BN = self.book.learn(shape, reach_BN, depth_BN, accepted_B[active_B], meant)
+        kept_BN = self.book.learn(shape, reach_BN, depth_BN, accepted_B[active_B])
         if self.calibrating.learn(said, active_B, accepted_B, kept_BN):
             self._send()
+
+    def _nodes(self, shape: CycleShape) -> int:
+        """Nodes of a row that the shape drafts."""
+        levels, nodes = self.book.size(shape)
+        return levels if self.linear else min(nodes, self.drafter.max_nodes)
 
     def _send(self) -> None:
         """Copy the numbers to the device: the next cycle that is launched reads them."""
@@ -183,8 +197,8 @@ class Budget(Scheduler):
             str(batch): {
                 "rows": book.rows, "correction": book.correction,
                 "shapes": [
-                    {**asdict(s), "cycles": book.ran[s], "ms": book.seconds[s] * 1e3, "tokens_per_s": book.rate(s)}
-                    for s in book.shapes if s in book.seconds
+                    {**asdict(s), "cycles": book.ran[s], "ms": book.seconds(s) * 1e3, "tokens_per_s": book.rate(s)}
+                    for s in book.shapes if s in book.times.profiled
                 ],
             }
             for batch, book in self.books.items()

@@ -10,69 +10,26 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
+from headstart.eval.scheduling.means import RECENT, Gain, Mean, Ratio, Times
 
 Floats = NDArray[np.float32]
 #: (levels, nodes of a row)
 Size = tuple[int, int]
-#: rows whose drafts are averaged: the estimate of a small batch needs several cycles, that of a large one hardly any
-RECENT = 48
-#: the same of what is kept for long: how shapes compare, and whether drafting pays at all
-LASTING = 8192
-#: what drafting is believed to gain before anything is known, and how many rows and cycles that belief counts as: the
-#: first contexts of a small batch may be harder than the others
-BELIEF, BELIEVED_ROWS, BELIEVED_CYCLES = 1.05, 256, 8
-#: cycles that are learned from before what drafts gain is counted: the choices before that are poor
-SETTLED = 24
-#: cycles over which the time is averaged that they take more or less than was measured; a cycle that takes this share
-#: more or less was held up by something else
-PACED, ODD = 16, 0.5
 #: how much a cycle's accepted drafts still count after the next one, where they correct what was expected
 KEEP = 0.98
 #: accepted drafts that count as expected and as accepted before any was
 PRIOR = 8.0
 
 
-@dataclass
-class Mean:
-    """A mean in which older values count less. Args: over: rows that it averages."""
-
-    over: float
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float, rows: int) -> None:
-        """Args: value: the mean of so many rows."""
-        share = 1 - math.exp(-rows / self.over)
-        self.total = (1 - share) * self.total + share * value
-        self.weight = (1 - share) * self.weight + share
-
-    @property
-    def value(self) -> float:
-        return self.total / self.weight
-
-
-@dataclass
-class Ratio:
-    """The quotient of two means over the same rows."""
-
-    value: Mean = field(default_factory=lambda: Mean(LASTING))
-    before: Mean = field(default_factory=lambda: Mean(LASTING))
-
-    def add(self, value: float, before: float, rows: int) -> None:
-        self.value.add(value, rows)
-        self.before.add(before, rows)
-
-    def of(self, before: float | None) -> float | None:
-        """The value that goes with this one; None while nothing is known."""
-        if before is None or not self.before.weight:
-            return None
-        return before * self.value.value / max(self.before.value, 1e-6)
+def silent(shape: CycleShape) -> CycleShape:
+    """The same without saying how sure drafts are. Where rows are cut, and where nothing is drafted, it is the same."""
+    return shape if shape.rows is not None or shape == PLAIN else replace(shape, says=False)
 
 
 class Estimates:
@@ -81,16 +38,15 @@ class Estimates:
     Args: nodes, levels: of the largest tree.
 
     Attributes:
-        seconds: of a whole cycle of each shape, where it is known.
-        late: seconds that cycles take more than was measured, on average: contexts have grown, or the host is slow.
-        rows: that were learned from, over all cycles.
+        times: of whole cycles.
+        cycles, rows: that were learned from.
         ran: cycles of each shape, those that nothing was learned from too.
     """
 
     def __init__(self, shapes: Sequence[CycleShape], batch: int, nodes: int, levels: int):
         self.shapes, self.batch, self.most = list(shapes), batch, (levels, nodes)
-        self.seconds: dict[CycleShape, float] = {}
-        self.rows, self.late = 0, 0.0
+        self.times, self.gain, self.rows = Times(), Gain(batch), 0
+        self.cycles = 0
         self.ran: Counter[CycleShape] = Counter()
         #: what shapes draft, (levels, nodes), in order
         self.sizes = sorted({self.size(shape) for shape in shapes if shape != PLAIN})
@@ -99,9 +55,6 @@ class Estimates:
         # of each shape, and of each size as a whole: how its drafts compare to all those of the size before
         self._ratio: dict[CycleShape | Size, Ratio] = defaultdict(Ratio)
         self._expected = self._accepted = PRIOR
-        self._meant = self._cycles = 0
-        # what rows committed, over what plain decoding commits in that time
-        self._gain = Mean(LASTING)
 
     def size(self, shape: CycleShape) -> Size:
         """(levels, nodes of a row) that it drafts."""
@@ -110,7 +63,7 @@ class Estimates:
 
     def fastest(self, size: Size) -> CycleShape:
         """Of the shapes that draft this much, the fastest: it says as much as the others of how likely drafts are."""
-        return min((s for s in self.shapes if s != PLAIN and self.size(s) == size), key=self._time)
+        return min((s for s in self.shapes if s != PLAIN and self.size(s) == size), key=self.seconds)
 
     def larger(self, shape: CycleShape) -> CycleShape | None:
         """The fastest shape that drafts a little more; None where there is none."""
@@ -118,31 +71,26 @@ class Estimates:
         more = [size for size in self.sizes if size[0] > own[0] or size[1] > own[1]]
         return self.fastest(more[0]) if more else None
 
-    def _time(self, shape: CycleShape) -> float:
-        return self.seconds.get(shape, math.inf)
+    def seconds(self, shape: CycleShape) -> float:
+        """Of a cycle, as this shape mostly runs; infinite while that is not known."""
+        return self.times.of(silent(shape))
 
     def learn(
-        self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, accepted_R: NDArray[np.int64], meant: bool
+        self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, accepted_R: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Take what a cycle said of its drafts, and what was accepted.
 
         Args:
             reach_BN: probability that each node is reached, 0 where none is.
             accepted_R: accepted drafts of the rows that decoded, one or more.
-            meant: whether the shape was thought the best one, not only looked at.
         Returns: kept_BN, the nodes that were verified.
         """
         rows, accepted = len(accepted_R), int(accepted_R.sum())
-        self.rows += rows
+        self.cycles, self.rows = self.cycles + 1, self.rows + rows
         self._learn_reach(ran, reach_BN, depth_BN, rows)
         kept_BN = kept(reach_BN, None if ran.rows is None else ran.rows - self.batch)
         self._expected = KEEP * self._expected + (1 - KEEP) * PRIOR + float(reach_BN[kept_BN].sum())
         self._accepted = KEEP * self._accepted + (1 - KEEP) * PRIOR + accepted
-        self._cycles += 1
-        if meant and self._cycles > SETTLED and PLAIN in self.seconds and ran in self.seconds:
-            self._meant += rows
-            gain_R = (1 + accepted_R) * (self.seconds[PLAIN] + self.late) / (self.seconds[ran] + self.late)
-            self._gain.add(float(gain_R.mean()), rows)
         return kept_BN
 
     def _learn_reach(self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, rows: int) -> None:
@@ -167,18 +115,11 @@ class Estimates:
                     self._recent[what].add(whole, rows)
             before = whole
 
-    def took(self, shape: CycleShape, seconds: float) -> None:
-        """How long a cycle took."""
-        late = seconds - self.seconds.get(shape, math.inf)
-        if abs(late) < ODD * self.seconds.get(shape, 0.0):
-            self.late += (late - self.late) / PACED
-
-    @property
-    def pays_not(self) -> bool:
-        """Whether plain decoding is faster than what was drafted."""
-        count = min(self._meant, LASTING)
-        believed = BELIEVED_ROWS + BELIEVED_CYCLES * self.batch
-        return bool(count) and count * self._gain.value + believed * BELIEF < count + believed
+    def gained(self, ran: CycleShape, accepted_R: NDArray[np.int64]) -> None:
+        """What a cycle of the shape that was thought the best one committed. Args: as `learn`."""
+        both = self.seconds(PLAIN), self.seconds(ran)
+        if max(both) < math.inf:
+            self.gain.add(float(1 + accepted_R.mean()) * both[0] / both[1], len(accepted_R))
 
     @property
     def correction(self) -> float:
@@ -187,12 +128,10 @@ class Estimates:
 
     def rate(self, shape: CycleShape) -> float:
         """Tokens per second of a row to expect; 0 while nothing is known."""
-        if shape not in self.seconds:
-            return 0.0
         if shape == PLAIN:
-            return 1 / (self.seconds[shape] + self.late)
+            return 1 / self.seconds(shape)
         mean = self._recent[shape]
-        return (1 + self.correction * mean.value) / (self.seconds[shape] + self.late) if mean.weight else 0.0
+        return (1 + self.correction * mean.value) / self.seconds(shape) if mean.weight else 0.0
 
     def best(self) -> CycleShape | None:
         """The shape that drafts and has the highest rate; None while no rate is known."""

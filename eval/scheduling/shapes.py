@@ -14,15 +14,13 @@ CHAINS = (1, 2, 3, 5)
 CHAIN_ROWS = (1.5, 2, 3, 4)
 #: a batch from which nodes are cut: in a smaller one a shorter chain or a smaller tree does as well
 CUT = 4
-#: rows per sequence of trees; of those with fewer levels than there are
-TREE_ROWS, SHORT_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32), (2, 3)
+#: nodes of a row in trees of a larger batch: the smallest ones, and what follows by doubling
+LEAST_NODES = 3
 #: levels of trees, besides all, in drafters that draft level after level; in a batch without cuts
 TREE_LEVELS, SMALL_LEVELS = (2, 3), (2, 3, 4)
 #: nodes of a row per level, in a batch without cuts
 NODES = (1, 2, 3)
-#: the most nodes of a row, as a multiple of the mean
-SPREAD = 3
-#: rows of a whole batch up to which a tree's nodes may be verified
+#: rows of a whole batch up to which a tree's nodes may be verified, if it is not the smallest
 MOST_ROWS = 512
 #: a shape whose rows are more than this share of all places is not worth a graph of its own
 ALMOST_ALL = 0.85
@@ -56,10 +54,17 @@ def _trees(batch: int, nodes: int, levels: int, by_level: bool) -> list[CycleSha
     if small:
         sizes = [(depth, depth * share) for depth in depths for share in NODES]
         return [*(CycleShape(depth, size) for depth, size in sizes if size < nodes), CycleShape(levels, nodes)]
+    counts = [nodes]
+    while (fewer := (counts[0] + 1) // 2 - 1) >= LEAST_NODES:
+        counts.insert(0, fewer)
     found = []
     for depth in depths:
-        for share in TREE_ROWS if depth == levels else SHORT_ROWS:
-            most = min(nodes, SPREAD * (share - 1))
-            if share <= most and batch * share <= max(MOST_ROWS, 3 * batch):
-                found.append(CycleShape(depth, most, batch * share))
+        for count in counts if depth == levels else counts[:2]:
+            # a tree of fewer nodes than levels does not use them
+            if by_level and count < depth and count < nodes:
+                continue
+            # all nodes, or the likelier half of the batch's places
+            for rows in (batch * (count + 1), batch * (count + 1) // 2):
+                if rows > batch and (rows <= MOST_ROWS or count == counts[0]):
+                    found.append(CycleShape(depth, count, None if rows == batch * (count + 1) else rows))
     return found or [CycleShape(levels, nodes)]

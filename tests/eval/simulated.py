@@ -94,7 +94,7 @@ def tokens_per_second(budget: Budget, batch: Batch, seconds: Seconds, said: Call
         table = np.zeros((batch.rows, levels + 5), np.int64)
         table[:, COUNT] = 1 + count_B
         tokens, time = tokens + int(table[:, COUNT].sum()), time + seconds(shape, batch.rows)
-        under_way.append((shape, table, both if levels else None))
+        under_way.append((shape, table, both if levels and shape.says else None, seconds(shape, batch.rows)))
         if len(under_way) > 1:
             budget.learn(*under_way.popleft())
     return tokens / time

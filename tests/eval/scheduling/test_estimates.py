@@ -15,9 +15,10 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.loop import COUNT
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.kernels.flat import cut
-from headstart.eval.scheduling import estimates
+from headstart.eval.scheduling import estimates, means
 from headstart.eval.scheduling.budget import Budget
-from headstart.eval.scheduling.estimates import Estimates, kept, likeliest
+from headstart.eval.scheduling.estimates import Estimates, kept, likeliest, silent
+from headstart.eval.scheduling.means import Times
 from headstart.eval.scheduling.shapes import shapes_of
 
 Floats = NDArray[np.float32]
@@ -145,11 +146,18 @@ class Naive:
             return 1 / self.seconds[shape]
         weights, values = [], []
         for rows, found in self.values:
-            share = 1 - math.exp(-rows / estimates.RECENT)
+            share = 1 - math.exp(-rows / means.RECENT)
             weights = [(1 - share) * weight for weight in weights] + [share]
             values.append(found[shape])
         mean = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
         return (1 + self.accepted / self.expected * mean) / self.seconds[shape]
+
+
+def profile(book: Estimates, seconds: dict[CycleShape, float]) -> None:
+    """Whole drafts mostly run without telling how sure they are, which is what counts."""
+    for shape, value in seconds.items():
+        book.times.profiled[shape] = 2 * value
+        book.times.profiled[silent(shape)] = value
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -159,7 +167,7 @@ def test_rates_are_those_of_a_naive_computation(seed: int) -> None:
     shapes = shapes_of(BATCH, LEVELS, LEVELS, True, True)
     book, naive = Estimates(shapes, BATCH, LEVELS, LEVELS), Naive({s: float(rng.uniform(1, 2)) for s in shapes})
     assert book.rate(shapes[-1]) == 0 and book.best() is None
-    book.seconds = dict(naive.seconds)
+    profile(book, naive.seconds)
     assert book.best() is None and book.rate(PLAIN) == naive.rate(PLAIN)
     deepest, best = [shape for shape in shapes if shape.levels == LEVELS], set()
     for cycle in range(8):
@@ -167,7 +175,7 @@ def test_rates_are_those_of_a_naive_computation(seed: int) -> None:
         rows = BATCH - 1
         ran = deepest[int(rng.integers(len(deepest)))]
         accepted_R = rng.integers(0, LEVELS + 1, rows)
-        book.learn(ran, reach_BN, depth_BN, accepted_R, True)
+        book.learn(ran, reach_BN, depth_BN, accepted_R)
         naive.values.append((rows, {s: naive.told(s, reach_BN, depth_BN, rows) for s in shapes if s != PLAIN}))
         naive.correct(ran, reach_BN, int(accepted_R.sum()))
         assert book.correction == pytest.approx(naive.accepted / naive.expected)
@@ -182,12 +190,12 @@ def test_short_drafts_tell_of_longer_ones_by_what_these_gained_before() -> None:
     shapes = shapes_of(BATCH, LEVELS, LEVELS, True, True)
     naive = Naive(dict.fromkeys(shapes, 1.0))
     book = Estimates(shapes, BATCH, LEVELS, LEVELS)
-    book.seconds = dict(naive.seconds)
+    profile(book, naive.seconds)
     short, rows = CycleShape(2), BATCH - 1
     first, second = (table(BATCH, LEVELS, seed, True) for seed in (1, 2))
     for ran, (reach_BN, depth_BN) in ((shapes[-1], first), (short, second)):
         levels = ran.levels or 0
-        book.learn(ran, reach_BN[:, :levels], depth_BN[:, :levels], np.ones(rows, dtype=np.int64), True)
+        book.learn(ran, reach_BN[:, :levels], depth_BN[:, :levels], np.ones(rows, dtype=np.int64))
         naive.correct(ran, reach_BN[:, :levels], rows)
     told = [{s: naive.told(s, *given, rows) for s in shapes if s != PLAIN} for given in (first, second)]
     gained = told[1][short] / told[0][short]
@@ -203,11 +211,44 @@ def test_drafting_is_given_up_by_what_was_committed(accepted: int, gives_up: boo
     """A cycle that drafts takes twice as long as a plain one: it must commit two tokens."""
     shapes = shapes_of(BATCH, LEVELS, LEVELS, True, True)
     book = Estimates(shapes, BATCH, LEVELS, LEVELS)
-    book.seconds = {shape: 1.0 if shape == PLAIN else 2.0 for shape in shapes}
-    for cycle in range(60):
-        given = (*table(BATCH, LEVELS, cycle, True), np.full(BATCH - 1, accepted))
-        book.learn(shapes[-1], *given, False)
-        assert not book.pays_not  # the shape was only looked at
-    for cycle in range(60):
-        book.learn(shapes[-1], *table(BATCH, LEVELS, cycle, True), np.full(BATCH - 1, accepted), True)
-    assert book.pays_not == gives_up
+    accepted_R = np.full(BATCH - 1, accepted)
+    book.gained(shapes[-1], accepted_R)
+    assert not book.gain.lost  # no time is known
+    profile(book, {shape: 1.0 if shape == PLAIN else 2.0 for shape in shapes})
+    for _ in range(means.SETTLED):
+        book.gained(shapes[-1], accepted_R)
+        assert not book.gain.lost  # first choices are poor
+    for cycles in range(1, 200):
+        book.gained(shapes[-1], accepted_R)
+        rows = cycles * (BATCH - 1)
+        believed = means.BELIEVED_ROWS + means.BELIEVED_CYCLES * BATCH
+        assert book.gain.lost == ((1 + accepted) / 2 * rows + means.BELIEF * believed < rows + believed)
+    assert book.gain.lost == gives_up
+
+
+def test_times_follow_what_cycles_take() -> None:
+    one, two, three = (CycleShape(levels) for levels in (1, 2, 3))
+    times = Times()
+    assert times.of(one) == math.inf
+    times.took(one, 1.0)  # of a shape without a profile
+    assert times.of(one) == math.inf
+    times.profiled.update({one: 1.0, two: 2.0})
+    assert (times.of(one), times.of(two), times.of(three)) == (1.0, 2.0, math.inf)
+    times.took(one, 9.0)  # held up by something else
+    assert times.of(one) == 1.0
+    for _ in range(means.TRUSTED):
+        times.took(one, 1.25)
+    assert times.of(one) == pytest.approx(1.25)
+    assert times.of(two) == pytest.approx(2.25)  # as late as the others
+    for _ in range(200):
+        times.took(two, 2.1)
+    assert times.of(two) == pytest.approx(2.1) and times.of(one) == pytest.approx(1.25)
+    times.clear()
+    assert times.of(one) == math.inf
+
+
+def test_silent_shapes() -> None:
+    """Whole drafts need not be told of. Of cut ones the device must know, and of plain decoding there is nothing."""
+    assert silent(CycleShape(3)) == CycleShape(3, says=False) == silent(CycleShape(3, says=False))
+    assert silent(CycleShape(3, rows=9)) == CycleShape(3, rows=9)
+    assert silent(PLAIN) == PLAIN

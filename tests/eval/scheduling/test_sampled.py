@@ -76,7 +76,7 @@ def test_cut_shapes_keep_the_targets_distribution(
     assert scheduler.ran and all(shape.rows for shape in scheduler.ran)
     cycles = [cycle for answer in answers for cycle in answer.cycles]
     # some rows lost drafts to others, and some drafts were right
-    assert len({cycle.drafted for cycle in cycles}) > 2 and max(cycle.accepted for cycle in cycles) > 0
+    assert len({cycle.drafted for cycle in cycles}) > 1 and max(cycle.accepted for cycle in cycles) > 0
 
 
 @pytest.mark.parametrize(("family", "tree", "rule"), WAYS[:2])

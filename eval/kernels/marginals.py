@@ -79,6 +79,13 @@ class MarginalTree:
         """S"""
         return self.levels[-1].filled + self.levels[-1].kept
 
+    def first(self, levels: int) -> MarginalTree:
+        """The best tree of as many nodes on the first levels alone. It shares this one's tensors."""
+        if levels >= len(self.levels):
+            return self
+        last = self.levels[levels - 1]
+        return replace(self, nodes=min(self.nodes, last.filled + last.kept), levels=self.levels[:levels])
+
     def to(self, device: torch.device) -> MarginalTree:
         return replace(
             self,

@@ -70,6 +70,17 @@ def test_the_tree_is_the_heaps(depth: int, nodes: int, vocab: int, ties: str) ->
     assert ties == "none" or nodes < 9 or any(len(set(scores)) < len(scores) for scores in tree.score_BN.tolist())
 
 
+@pytest.mark.parametrize(("depth", "nodes", "vocab"), [(4, 20, 3), (6, 31, 40), (3, 50, 3), (5, 3, 9), (2, 30, 2)])
+def test_the_first_levels_alone_are_a_tree_of_so_many_levels(depth: int, nodes: int, vocab: int) -> None:
+    whole = MarginalTree.of(depth, nodes, vocab)
+    for count in range(1, depth + 2):
+        part, expected = whole.first(count), MarginalTree.of(min(count, depth), nodes, vocab)
+        assert (part.nodes, part.ranks, part.stored) == (expected.nodes, expected.ranks, expected.stored)
+        for one, other in zip(part.levels, expected.levels, strict=True):
+            assert (one.kept, one.before, one.filled) == (other.kept, other.before, other.filled)
+            assert torch.equal(one.place_P, other.place_P) and torch.equal(one.rank_P, other.rank_P)
+
+
 @pytest.mark.parametrize(("depth", "nodes", "vocab"), [(4, 20, 3), (3, 12, 6)])
 def test_the_heap_finds_the_likeliest_paths(depth: int, nodes: int, vocab: int) -> None:
     log_p_KU = logits_of(1, depth, vocab, "none", seed=5)[0].log_softmax(-1).numpy()

@@ -88,7 +88,8 @@ class SizedDrafter(Protocol):
     """What a drafter has besides if it can draft less than it was built for.
 
     Attributes:
-        by_level: whether fewer levels take less time: it drafts them one after the other.
+        by_level: whether fewer levels take less time. What it drafts is then no different: a chain is the beginning of
+            the whole one. Drafts that are drawn have the same distribution, but not always the same random numbers.
         levels, nodes: that the next proposal has at most, 1 or more; None = all. What a drafter does not obey, the loop
             cuts.
     """

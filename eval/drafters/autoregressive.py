@@ -69,7 +69,14 @@ class AutoregressiveDrafter(CachedDrafter):
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
-        return [(self.step.linears(), count) for count in sorted(rows)]
+        return self._products(batch, rows)
+
+    def _products(self, batch: int, rows: set[int]) -> list[tuple[list[Linear], int]]:
+        """As `products`. Args: rows: of passes. A commit's features may have fewer, if fewer levels are drafted."""
+        found, features = [(self.step.linears(), count) for count in sorted(rows)], batch * (self.depth + 1)
+        if self.step.fc is not None and features not in rows:
+            found.append(([self.step.fc], features))
+        return found
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

@@ -58,11 +58,11 @@ MOST_NUMBERS = 1 << 26
 class BlockPass:
     """A copy of a head that is bound to its target. Frozen matrices of the target's dtype are not copied.
 
-    Args: positions: length of the rotary tables. drafts: K, at most the head's.
+    Args: positions: length of the rotary tables. drafts: the most K, at most the head's.
     """
 
     def __init__(self, head: BlockHead, positions: int, drafts: int):
-        self.dtype, self.drafts = compute_dtype(head.fc.weight), drafts
+        self.dtype = compute_dtype(head.fc.weight)
         self.first = head.block_size - head.depth  # slots before the first one that drafts
         self.causal = head.causal
         layers = head.draft_layers
@@ -97,12 +97,12 @@ class BlockPass:
             self.walk = Walk(copied(table_Vr), self.up.weight_NK, head.draft_ids_U, drafts)
         self.confidence_parts = head.confidence_parts
 
-    def products(self, batch: int, walks: bool) -> dict[int, list[Linear]]:
+    def products(self, batch: int, drafts: int, walks: bool) -> dict[int, list[Linear]]:
         """Products of a cycle by their rows. Args: walks: whether the walk's kernel takes the correction's place."""
         found: dict[int, list[Linear]] = {}
         layers = [linear for layer in self.layers for linear in layer.linears()]
         for rows, linears in (
-            (self.drafts + 1, [self.fc, self.context_kv]), (self.input.slots, layers), (self.drafts, [self.output]),
+            (drafts + 1, [self.fc, self.context_kv]), (self.input.slots, layers), (drafts, [self.output]),
             (1, [self.up] if self.up is not None and not walks else []),
         ):  # fmt: skip
             found.setdefault(batch * rows, []).extend(linears)
@@ -114,8 +114,11 @@ class BlockPass:
         _, c_RD = self.fc.with_norm(x_RC, None, self.hidden_norm)
         return context_store(self.context_kv(c_RD), count_B, length_B, self.store, kv.whole)
 
-    def hidden(self, roots_B: Tensor, length_B: Tensor, kv: Buffers) -> Tensor:
-        """Normed outputs of the first K slots that draft, [K, B, D]."""
+    def hidden(self, roots_B: Tensor, length_B: Tensor, kv: Buffers, drafts: int) -> Tensor:
+        """Normed outputs of the first K slots that draft, [K, B, D].
+
+        All slots are computed, as others may see them. Args: drafts: K.
+        """
         block = block_input(roots_B, length_B, self.input)
         residual_RD, x_RD = block.e_RD, block.normed_RD
         slots = Visibility(block.position_BN, block.position_BN, length_B)
@@ -124,7 +127,7 @@ class BlockPass:
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             residual_RD, x_RD = layer(x_RD, residual_RD, slots, keys, values, seen=seen)
         hidden_BND = x_RD.unflatten(0, (len(roots_B), -1))
-        return hidden_BND[:, self.first : self.first + self.drafts].transpose(0, 1).contiguous()
+        return hidden_BND[:, self.first : self.first + drafts].transpose(0, 1).contiguous()
 
     def logits(self, hidden_KBD: Tensor) -> Tensor:
         """Without the correction, [K, B, U]."""
@@ -134,9 +137,11 @@ class BlockPass:
 class BlockDrafter(CachedDrafter):
     """Drafts with a BlockHead bound to its target.
 
-    A correction of the logits that is no table (`walk_step`) runs on the head's own weights.
+    A correction of the logits that is no table (`walk_step`) runs on the head's own weights. Fewer levels save logits
+    and corrections, not the block's forward.
     """
 
+    by_level = True
     head: BlockHead
     step: BlockPass
 
@@ -148,11 +153,16 @@ class BlockDrafter(CachedDrafter):
             self.depth, self.max_nodes = len(self.marginals.levels), self.marginals.nodes
 
     @property
+    def drafted(self) -> int:
+        """Levels of the next proposal."""
+        return self.depth if self.levels is None else min(self.levels, self.depth)
+
+    @property
     def state(self) -> list[tuple[object, str]]:
         return [(self, name) for name in (["length_B"] if self.seen_BV is None else ["length_B", "seen_BV"])]
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        by_rows = self.step.products(batch, self._walks)
+        by_rows = self.step.products(batch, self.drafted, self._walks)
         return [(linears, rows) for rows, linears in sorted(by_rows.items()) if linears]
 
     @property
@@ -193,20 +203,22 @@ class BlockDrafter(CachedDrafter):
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
-        hidden_KBD = self.step.hidden(roots_B, self.length_B, self.kv)
+        hidden_KBD = self.step.hidden(roots_B, self.length_B, self.kv, self.drafted)
         logits_KBU = self.step.logits(hidden_KBD)
         if self.marginals is not None:
             # only the context's tokens are penalised: nodes of one depth and rank share a token
             seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
-            log_p_KBR, ids_KBR = self.marginals.marginals(penalise(logits_KBU, self.sampling, seen_BU))
+            best = self.marginals.first(self.drafted)
+            log_p_KBR, ids_KBR = best.marginals(penalise(logits_KBU, self.sampling, seen_BU))
             marginals = log_p_KBR.transpose(0, 1), ids_KBR.transpose(0, 1)
-            return self.marginals.tree(marginals, self.head.draft_ids_U, self.nodes)
+            return best.tree(marginals, self.head.draft_ids_U, self.nodes)
         tokens_BK, q_BKU, confidence_BK = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
         if q_BKU is not None:
             q_BKU = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)
         if self.says_confidence and self.head.has_confidence:
             confidence_BK = self._confidence(hidden_KBD, roots_B, tokens_BK)
-        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU, confidence_BN=confidence_BK)
+        drafted = self._chain.first(self.drafted)
+        return replace(drafted, tokens_BN=tokens_BK, q_BNV=q_BKU, confidence_BN=confidence_BK)
 
     def _confidence(self, hidden_KBD: Tensor, roots_B: Tensor, tokens_BK: Tensor) -> Tensor:
         """Of the confidence head, float32 [B, K]."""

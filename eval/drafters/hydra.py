@@ -198,7 +198,6 @@ class HydraDrafter:
     """Drafts level by level with a HydraHead bound to its target. The first `start` copies its weights."""
 
     captures = True
-    by_level = False
     levels: int | None = None
     nodes: int | None = None
 
@@ -208,6 +207,7 @@ class HydraDrafter:
         self.spec: FeatureSpec | None = head.spec
         self.depth = self.max_nodes = min(tree.depth, head.depth)
         self.shape = drafted_shape(tree, self.depth, head.dims.vocab_size)
+        self.by_level = self.shape is None
         if self.shape is not None:
             self.depth, self.max_nodes = self.shape.levels, len(self.shape.parent_N)
         elif tree.kind == "dynamic":
@@ -219,6 +219,11 @@ class HydraDrafter:
         self.prefix: PrefixCache | None = None
         self._placed: tuple[int, int] | None = None
         self._aside: HydraDrafter | None = None
+
+    @property
+    def drafted(self) -> int:
+        """Levels of the next proposal. A static tree is always drafted as a whole."""
+        return min(self.levels, self.depth) if self.by_level and self.levels is not None else self.depth
 
     @property
     def confidence_source(self) -> str:
@@ -233,11 +238,11 @@ class HydraDrafter:
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         by_rows: dict[int, list[Linear]] = {}
-        for step, parents in zip(self.passes, self._parents(), strict=True):
+        for step, parents in zip(self.passes[: self.drafted], self._parents(), strict=True):
             by_rows.setdefault(batch * parents, []).extend(step.linears())
         if self.prefix is not None:
             qkv, *last = self.prefix.layer.linears()
-            by_rows.setdefault(batch * (self.depth + 1), []).append(qkv)
+            by_rows.setdefault(batch * (self.drafted + 1), []).append(qkv)
             by_rows.setdefault(batch, []).extend(last)
         # heads may share a product
         return [(list(dict.fromkeys(linears)), rows) for rows, linears in sorted(by_rows.items())]
@@ -246,7 +251,7 @@ class HydraDrafter:
         """Nodes that the head of each level runs on."""
         if self.shape is not None:
             return [1, *(level.under_BP.shape[1] for level in self._levels[:-1])]
-        return [1] + [self.tree.k if self.tree.kind == "dynamic" else 1] * (self.depth - 1)
+        return [1] + [self.tree.k if self.tree.kind == "dynamic" else 1] * (self.drafted - 1)
 
     def aside(self) -> HydraDrafter:
         weights = None if self.prefix is None else self.prefix.layer
@@ -337,7 +342,7 @@ class HydraDrafter:
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         confidences: list[Tensor] = []
-        for step in self.passes:
+        for step in self.passes[: self.drafted]:
             if tokens:
                 seen_BV = add_seen(seen_BV, tokens[-1])
                 x_B1C = self._extend(x_B1C, tokens[-1])
@@ -354,7 +359,8 @@ class HydraDrafter:
         confidence_BN = torch.stack(confidences, 1) if confidences else None
         if self.says_confidence and q_BNV is not None:
             confidence_BN = logit_of_largest(q_BNV)
-        return replace(self._tree, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
+        drafted = self._tree.first(self.drafted)
+        return replace(drafted, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
 
     def _static(self, x_BPC: Tensor) -> Tree:
         """The candidates of each parent that the tree's paths name."""
@@ -379,10 +385,10 @@ class HydraDrafter:
     def _dynamic(self, x_BPC: Tensor) -> Tree:
         """EAGLE-2's tree (methods §3): expand the k best nodes of each level, then keep the best of all candidates."""
         seen_BPV = None if self.seen_BV is None else self.seen_BV[:, None]
-        first, *later = self.passes
+        first, *later = self.passes[: self.drafted]
         logits_BPV = penalise(first(x_BPC), self.sampling, seen_BPV)
         # the heads keep no KV of nodes: their slots and positions are not used
-        growth = Growth.start(self._zero_B, self.tree.k, self.depth, logits_BPV).grow(logits_BPV)
+        growth = Growth.start(self._zero_B, self.tree.k, self.drafted, logits_BPV).grow(logits_BPV)
         for step in later:
             nodes = growth.frontier
             assert nodes is not None

@@ -26,7 +26,6 @@ class MedusaDrafter:
     """Keeps the feature of the last committed token and drafts the whole tree from it."""
 
     captures = True
-    by_level = False
     levels: int | None = None
     nodes: int | None = None
     prepare_s = 0.0
@@ -38,11 +37,17 @@ class MedusaDrafter:
         self.spec: FeatureSpec | None = head.spec
         self.depth = self.max_nodes = min(tree.depth, head.depth)
         self.shape = drafted_shape(tree, self.depth, head.dims.vocab_size)
+        self.by_level = self.shape is None
         if self.shape is not None:
             self.max_nodes = len(self.shape.parent_N)
         self.marginals = drafted_marginals(tree, self.depth, head.dims.vocab_size)
         if self.marginals is not None:
             self.max_nodes = self.marginals.nodes
+
+    @property
+    def drafted(self) -> int:
+        """Levels of the next proposal. A static tree is always drafted as a whole."""
+        return min(self.levels, self.depth) if self.by_level and self.levels is not None else self.depth
 
     @property
     def confidence_source(self) -> str:
@@ -79,7 +84,8 @@ class MedusaDrafter:
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        logits_BKV = self.head.draft_logits(self.hidden_BD)[:, : self.depth]
+        drafted = self.drafted
+        logits_BKV = self.head.draft_logits(self.hidden_BD, drafted if drafted < self.depth else None)[:, :drafted]
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         if self.shape is None and self.marginals is None:
             return self.chain_of(logits_BKV, generator)
@@ -87,7 +93,8 @@ class MedusaDrafter:
         seen_B1V = None if self.seen_BV is None else self.seen_BV[:, None]
         logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
         if self.marginals is not None:
-            return self.marginals.tree(self.marginals.marginals(logits_BKV), None, self.nodes)
+            best = self.marginals.first(drafted)
+            return best.tree(best.marginals(logits_BKV), None, self.nodes)
         assert self.shape is not None
         if not self.says_confidence:
             return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))

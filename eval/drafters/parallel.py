@@ -34,7 +34,6 @@ class ParallelDrafter(AutoregressiveDrafter):
     The first `start` copies its weights. It raises ConfigError for a head whose mask token is not known.
     """
 
-    by_level = False
     head: PEagleHead
 
     def __init__(self, head: PEagleHead, tree: TreeConfig, sampling: Sampling):
@@ -44,9 +43,9 @@ class ParallelDrafter(AutoregressiveDrafter):
             self.max_nodes = self.marginals.nodes
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        depth = self.tree.depth
+        depth = self.depth
         rows = {batch * (self.width + depth - 1), batch * self.width, batch * depth}
-        return [(self.step.linears(), count) for count in sorted(rows)]
+        return self._products(batch, rows)
 
     def _place(self, batch: int, device: torch.device) -> None:
         super()._place(batch, device)
@@ -66,13 +65,15 @@ class ParallelDrafter(AutoregressiveDrafter):
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
-        ahead_BP = lined.ahead_DB[:-1].t()  # the last level's row would draft one token more
+        # a row sees none behind it, so places of levels that are not drafted are left out
+        places = self.depth - 1
+        ahead_BP = lined.ahead_DB[:places].t()
         visibility = Visibility(
             torch.cat((lined.position_BW, ahead_BP), 1), torch.cat((lined.write_BW, ahead_BP), 1), self.length_B
         )
-        tokens_BN = torch.cat((lined.tokens_BW, self._mask_tokens), 1)
-        g_BNH = torch.cat((self.pending_g_BJH, self._mask_g), 1)
-        drafting_BK = torch.cat((lined.last_B1, self._columns_P.expand(len(roots_B), -1)), 1)
+        tokens_BN = torch.cat((lined.tokens_BW, self._mask_tokens[:, :places]), 1)
+        g_BNH = torch.cat((self.pending_g_BJH, self._mask_g[:, :places]), 1)
+        drafting_BK = torch.cat((lined.last_B1, self._columns_P[:places].expand(len(roots_B), -1)), 1)
         _, logits_BKU = self._pass(tokens_BN, g_BNH, visibility, drafting_BK)
         self.length_B = lined.length_B
         if self.marginals is not None:
@@ -80,10 +81,12 @@ class ParallelDrafter(AutoregressiveDrafter):
             seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
             seen_B1U = None if seen_BU is None else seen_BU[:, None]
             logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
-            return self.marginals.tree(self.marginals.marginals(logits_BKU), self.head.draft_ids_U, self.nodes)
+            best = self.marginals.first(self.depth)
+            return best.tree(best.marginals(logits_BKU), self.head.draft_ids_U, self.nodes)
         ids_U = self.head.draft_ids_U
         tokens_BK, q_BKU, confidence_BK = choose_each(
             logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator, self.says_confidence
         )
         q_BKV = None if q_BKU is None else in_target_vocabulary(q_BKU, ids_U, self.head.dims.vocab_size)
-        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV, confidence_BN=confidence_BK)
+        drafted = self._chain.first(self.depth)
+        return replace(drafted, tokens_BN=tokens_BK, q_BNV=q_BKV, confidence_BN=confidence_BK)

@@ -60,10 +60,10 @@ class MedusaHead(OutputMatrices):
         self.blocks = nn.ModuleList(ResidualBlocks(dims.hidden_size, config.num_layers) for _ in range(config.depth))
         self.make_matrices()
 
-    def draft_logits(self, hidden_BD: Tensor) -> Tensor:
-        """Post-norm hidden states [B, D] → logits [B, K, V]."""
+    def draft_logits(self, hidden_BD: Tensor, heads: int | None = None) -> Tensor:
+        """Post-norm hidden states [B, D] → logits [B, K, V]. Args: heads: K, the first heads; None = all."""
         hidden_BD = hidden_BD.to(self.compute_dtype())
-        return self.logits([block(hidden_BD) for block in self.blocks])
+        return self.logits([block(hidden_BD) for block in self.blocks[:heads]])
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         blocks = sum(p.numel() for p in self.blocks.parameters())

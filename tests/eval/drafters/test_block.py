@@ -136,7 +136,8 @@ def test_the_slots_are_those_of_training(target: Target, trained: Heads, name: s
     for a, row in enumerate(rows):
         drafter.start(rows_of(naive, [document[: row + 1]], row + 1), 40)
         with torch.inference_mode():
-            found_KD = drafter.step.hidden(torch.tensor([document[row + 1]]), drafter.length_B, drafter.kv)[:, 0]
+            root_1 = torch.tensor([document[row + 1]])
+            found_KD = drafter.step.hidden(root_1, drafter.length_B, drafter.kv, drafter.depth)[:, 0]
         torch.testing.assert_close(found_KD, hidden_AKD[a], rtol=2e-5, atol=2e-5)
         context = context_rows(naive.weights, naive.block, naive.streams(document[: row + 1]).double())
         expected = slot_outputs(naive.weights, naive.ends, naive.block, context, document[row + 1], row + 1)
@@ -320,7 +321,7 @@ def test_kernels_at_an_8b_targets_sizes_compute_what_their_twins_do(name: str, b
             drafter.start(Rows(tokens, counts, features.mean(2), features), 800)
             accepted = Rows(tokens[:, :8], counts % 5, features[:, :8, 0], features[:, :8])
             drafter.commit(accepted)
-            return drafter.step.hidden(roots, drafter.length_B, drafter.kv)
+            return drafter.step.hidden(roots, drafter.length_B, drafter.kv, drafter.depth)
 
         if eager:
             with eager_twins():

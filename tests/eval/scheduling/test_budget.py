@@ -24,7 +24,8 @@ from headstart.heads.targets.target import Target
 WAYS = [
     ("eagle3", TreeConfig("chain", 5)), ("eagle3", TreeConfig("dynamic", 3, 3, 12)), ("dspark", TreeConfig("chain", 4)),
     ("medusa", TreeConfig("chain", 3)), ("medusa", TreeConfig("ddtree", 3, total_tokens=10)),
-    ("hydra", TreeConfig("chain", 3)),
+    ("hydra", TreeConfig("chain", 3)), ("hydra", TreeConfig("dynamic", 3, 3, 12)), ("peagle", TreeConfig("chain", 4)),
+    ("peagle", TreeConfig("ddtree", 4, total_tokens=12)), ("dflash", TreeConfig("ddtree", 4, total_tokens=12)),
 ]  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eval_help import CONTEXTS, NEW_TOKENS, Trained, run, tokens_of
+from eval_help import CONTEXTS, DRAFTING_HEADS, FAMILY_TREES, NEW_TOKENS, Trained, run, tokens_of
+from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
@@ -18,6 +19,7 @@ from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape, Scheduler
 from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain, static_shape
 from headstart.heads.targets.target import Target
 
@@ -47,8 +49,9 @@ class Turns(Scheduler):
         self.seconds[shape] = seconds
 
 
-def drafter_of(trained: Heads, family: str, tree: TreeConfig, temperature: float = 0.0) -> Drafter:
-    drafter = build_drafter(trained(family).head, EvalConfig(tree=tree, temperature=temperature))
+def drafter_of(trained: Heads, name: str, tree: TreeConfig, temperature: float = 0.0, penalty: float = 1.0) -> Drafter:
+    config = EvalConfig(tree=tree, temperature=temperature, repetition_penalty=penalty)
+    drafter = build_drafter(trained(name).head, config)
     assert drafter is not None
     return drafter
 
@@ -67,10 +70,11 @@ def proposed(target: Target, drafter: Drafter, shape: CycleShape, sampling: Samp
     return drafter.propose(torch.tensor([30, 7, 12]), torch.Generator().manual_seed(3))
 
 
-def same(found: Tree, expected: Tree) -> None:
-    assert found.levels == expected.levels and found.linear == expected.linear
+def same(found: Tree, expected: Tree, tokens: bool = True) -> None:
+    """Args: tokens: whether those are the same too."""
+    assert found.levels == expected.levels and found.linear == expected.linear and found.nodes == expected.nodes
     for name in ("tokens_BN", "parent_BN", "depth_BN", "valid_BN"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(getattr(found, name), getattr(expected, name)) or name == "tokens_BN" and not tokens, name
     for name in ("q_BNV", "score_BN", "confidence_BN"):
         one, other = getattr(found, name), getattr(expected, name)
         assert (one is None) == (other is None)
@@ -78,42 +82,111 @@ def same(found: Tree, expected: Tree) -> None:
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["eagle3", "eagle"])
-@pytest.mark.parametrize("levels", [1, 2, 4, 6])
-def test_a_chain_of_fewer_levels_has_the_same_first_drafts(
-    target: Target, trained: Heads, family: str, levels: int, temperature: float
+#: (temperature, repetition penalty). With a penalty drafts are drawn one after the other, also where they need not be
+SAMPLINGS = [(0.0, 1.0), (0.0, 1.3), (1.0, 1.0), (1.0, 1.3)]
+
+
+@pytest.mark.parametrize(("temperature", "penalty"), SAMPLINGS)
+@pytest.mark.parametrize("says", [False, True])
+@pytest.mark.parametrize("name", DRAFTING_HEADS)
+def test_a_chain_of_fewer_levels_is_the_beginning_of_the_whole_one(
+    target: Target, trained: Heads, name: str, temperature: float, penalty: float, says: bool
 ) -> None:
-    sampling = Sampling(temperature=temperature)
-    drafter = drafter_of(trained, family, TreeConfig("chain", 5), temperature)
+    """One drafter drafts chains of all lengths in turn, on one state: whatever an earlier one left behind."""
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    depth = trained(name).head.longest_chain or 5
+    drafter = drafter_of(trained, name, TreeConfig("chain", depth), temperature, penalty)
     assert isinstance(drafter, SizedDrafter) and drafter.by_level
-    whole = proposed(target, drafter, CycleShape(), sampling)
-    assert whole.nodes == 5 and len(set(whole.tokens_BN[0].tolist())) > 1
-    same(proposed(target, drafter, CycleShape(levels), sampling), whole.first(levels))
-    same(proposed(target, drafter, CycleShape(), sampling), whole)
+    drafter.says_confidence = says  # type: ignore[attr-defined]
+    loop = begun(target, drafter, sampling, Turns(CycleShape()))
+    before = loop.tensors()
+
+    def draft(levels: int | None) -> Tree:
+        loop.take(CycleShape(levels))
+        loop.attach(before)
+        return drafter.propose(torch.tensor([30, 7, 12]), torch.Generator().manual_seed(3))
+
+    whole = draft(None)
+    assert whole.nodes == depth > 2 and len(set(whole.tokens_BN[0].tolist())) > 1
+    assert (whole.confidence_BN is not None) == says and (whole.q_BNV is not None) == (temperature > 0)
+    # drafts that are all drawn at once get other random numbers, from the same distributions
+    at_once = temperature > 0 and penalty == 1.0 and name in AT_ONCE
+    for levels in (2, 1, depth, 3, depth + 1, 2, None):
+        found = draft(levels)
+        same(found, whole.first(levels or depth), tokens=not at_once)
+        if found.q_BNV is not None:
+            assert (found.q_BNV.gather(2, found.tokens_BN[:, :, None]) > 0).all()
 
 
-TREES = [("eagle3", "dynamic"), ("eagle", "dynamic")]
+#: heads that draw all drafts of a chain at once
+AT_ONCE = [name for name, family in DRAFTING_HEADS.items() if family in ("medusa", "peagle", "dflash", "jetspec")]
 
 
-@pytest.mark.parametrize(("family", "kind"), TREES)
+@pytest.mark.parametrize(("family", "kind"), FAMILY_TREES)
+def test_fewer_levels_take_less_time_but_in_static_trees(
+    target: Target, trained: Heads, family: str, kind: str
+) -> None:
+    """Those are drafted as a whole, and the loop cuts them."""
+    drafter = drafter_of(trained, family, TreeConfig(kind, 3, 3, 12))
+    assert isinstance(drafter, SizedDrafter) and drafter.by_level == (kind != "static")
+    whole, few = (proposed(target, drafter, shape, Sampling()) for shape in (CycleShape(), CycleShape(1)))
+    assert whole.levels == 3 and few.levels == (3 if kind == "static" else 1)
+    if kind == "static":
+        same(few, whole)
+
+
+@pytest.mark.parametrize("levels", [1, 2, None])
+@pytest.mark.parametrize("name", [name for name in DRAFTING_HEADS if DRAFTING_HEADS[name] != "medusa"])
+def test_the_fastest_kernels_are_chosen_for_the_rows_of_a_cycle(
+    target: Target, trained: Heads, name: str, levels: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Medusa's products are not measured."""
+    drafter = drafter_of(trained, name, TreeConfig("chain", 3))
+    loop = begun(target, drafter, Sampling(), Turns(CycleShape(levels)))
+    loop.take(CycleShape(levels))
+    loop.cycle()
+    seen: set[tuple[int, int]] = set()
+    original = Linear._tiles
+
+    def watched(linear: Linear, x_RK: Tensor) -> object:
+        seen.add((id(linear), len(x_RK)))
+        return original(linear, x_RK)
+
+    monkeypatch.setattr(Linear, "_tiles", watched)
+    loop.cycle()
+    measured = {(id(linear), rows) for linears, rows in drafter.products(3) for linear in linears}
+    assert seen and seen <= measured
+
+
+TREES = [
+    ("eagle3", "dynamic"), ("eagle", "dynamic"), ("hydra", "dynamic"), ("medusa", "ddtree"), ("peagle", "ddtree"),
+    ("dflash", "ddtree"), ("jetspec, anchor first, draft vocabulary", "ddtree"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), TREES)
 @pytest.mark.parametrize(("levels", "nodes"), [(1, 2), (2, 5), (2, 11), (3, 7), (4, 11)])
 def test_a_smaller_tree_is_that_of_a_drafter_built_for_it(
-    target: Target, trained: Heads, family: str, kind: str, levels: int, nodes: int
+    target: Target, trained: Heads, name: str, kind: str, levels: int, nodes: int
 ) -> None:
-    large = drafter_of(trained, family, TreeConfig(kind, 4, 3, 12))
-    small = drafter_of(trained, family, TreeConfig(kind, levels, 3, nodes + 1))
+    large = drafter_of(trained, name, TreeConfig(kind, 4, 3, 12))
+    small = drafter_of(trained, name, TreeConfig(kind, levels, 3, nodes + 1))
     expected = proposed(target, small, CycleShape(), Sampling())
     same(proposed(target, large, CycleShape(levels, nodes), Sampling()), expected)
-    assert expected.nodes == min(nodes, 3 + 9 * (levels - 1))
+    assert expected.nodes == (nodes if kind == "ddtree" else min(nodes, 3 + 9 * (levels - 1)))
 
 
 @pytest.mark.parametrize(("family", "tree", "shape", "smaller"), [
     ("eagle3", TreeConfig("chain", 5), CycleShape(2), TreeConfig("chain", 2)),
     ("eagle3", TreeConfig("dynamic", 4, 3, 12), CycleShape(2, 6), TreeConfig("dynamic", 2, 3, 7)),
     ("medusa", TreeConfig("ddtree", 3, total_tokens=12), CycleShape(3, 5), TreeConfig("ddtree", 3, total_tokens=6)),
+    ("medusa", TreeConfig("ddtree", 3, total_tokens=12), CycleShape(2, 5), TreeConfig("ddtree", 2, total_tokens=6)),
     ("hydra", TreeConfig("chain", 3), CycleShape(2), TreeConfig("chain", 2)),
+    ("hydra", TreeConfig("dynamic", 3, 3, 12), CycleShape(2, 6), TreeConfig("dynamic", 2, 3, 7)),
     ("dspark", TreeConfig("chain", 4), CycleShape(2), TreeConfig("chain", 2)),
+    ("dflash", TreeConfig("ddtree", 4, total_tokens=12), CycleShape(2, 6), TreeConfig("ddtree", 2, total_tokens=7)),
+    ("peagle", TreeConfig("chain", 4), CycleShape(2), TreeConfig("chain", 2)),
+    ("peagle", TreeConfig("ddtree", 4, total_tokens=12), CycleShape(1, 3), TreeConfig("ddtree", 1, total_tokens=4)),
 ])  # fmt: skip
 def test_cycles_that_draft_less_are_those_of_a_smaller_drafter(
     target: Target, plain: list[Answer], trained: Heads, family: str, tree: TreeConfig, shape: CycleShape,
@@ -131,10 +204,10 @@ SHAPES = {
     "chain": [PLAIN, CycleShape(1), CycleShape(3, rows=5), CycleShape(3)],
     "dynamic": [PLAIN, CycleShape(2, 5), CycleShape(3, 8, 12), CycleShape(3, 11)],
     "static": [PLAIN, CycleShape(3, rows=9), CycleShape(3)],
-    "ddtree": [PLAIN, CycleShape(3, 6, 9), CycleShape(3, 11)],
+    "ddtree": [PLAIN, CycleShape(2, 6), CycleShape(3, 6, 9), CycleShape(3, 11)],
 }
 WAYS = [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "static"), ("medusa", "ddtree"), ("dspark", "chain"),
-        ("hydra", "static")]  # fmt: skip
+        ("hydra", "static"), ("peagle", "chain"), ("dflash", "ddtree")]  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

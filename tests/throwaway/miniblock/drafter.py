@@ -17,7 +17,7 @@ class MiniBlockDrafter(MedusaDrafter):
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        logits_BKV = self.head.draft_logits(self.hidden_BD, roots_B)[:, : self.depth]
+        logits_BKV = self.head.draft_logits(self.hidden_BD, roots_B)[:, : self.drafted]
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
         return self.chain_of(logits_BKV, generator)

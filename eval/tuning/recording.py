@@ -129,10 +129,22 @@ def record(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], rows: 
 
     The drafter must have been asked for confidence (`asked_for_confidence`).
     """
+    return record_each(decoder, drafter, contexts, rows, seed)[0]
+
+
+def record_each(
+    decoder: Decoder, drafter: Drafter, contexts: list[list[int]], rows: int, seed: int
+) -> tuple[Outcomes, list[int]]:
+    """As `record`, and how many cycles each context has: their cycles stand in the contexts' order."""
     limits, rows = decoder.limits(contexts), min(rows, len(contexts))
     recorder = ConfidenceRecorder(rows, most_cycles(limits, rows), drafter.max_nodes, decoder.target.device)
     decoded = decoder.run(contexts, drafter, limits, seed, rows=rows, scheduler=recorder)
-    return recorder.outcomes(decoded.answers)
+    return recorder.outcomes(decoded.answers), [len(answer.cycles) for answer in decoded.answers]
+
+
+def usual_kind(source: str) -> str:
+    """The kind of calibration that fits what a source says: see Calibration.kind and Calibration.source."""
+    return "temperature" if source == "confidence" else "logistic"
 
 
 def calibrate_drafter(
@@ -165,5 +177,4 @@ def calibrate_drafter(
         fitted_on, measured_on = (
             record(decoder, drafter, part, rows, seed) for part in (contexts[::2], contexts[1::2])
         )
-    chosen = kind or ("temperature" if source == "confidence" else "logistic")
-    return calibrate(fitted_on, measured_on, chosen, source, dataset)
+    return calibrate(fitted_on, measured_on, kind or usual_kind(source), source, dataset)

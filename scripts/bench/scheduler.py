@@ -3,15 +3,22 @@
     python -m headstart.bench.scheduler --target smollm2-135m-instruct --head DIR --data spec_bench.jsonl \\
         --batch 1 8 32 64 --fixed chain1 chain3 chain5 --scheduled chain7 --out docs/results/scheduler.json
     python -m headstart.bench.scheduler --preset llama-3.1-8b --tau 2.95 --levels 5 --batch 1 8 32 --out …
+    python -m headstart.bench.scheduler --target … --head DIR --data … --calibrate-prompts 256 --batch --record FILE
+    python -m headstart.bench.scheduler --preset llama-3.1-8b --replay FILE --batch 1 8 32 --out …
 
 The first form decodes the first turns of questions, as many of each task, with a trained head. The second form runs a
-preset with random weights and synthetic acceptance, on contexts of random tokens. A place whose answer ended takes the
-next context at once (continuous batching). Every way of decoding warms up first, which captures its cycles. Then the
-ways take turns, and the median of each counts. Drafts are named chain5, dynamic:k4:d5:n16, ddtree:n16 or static:n16:
-n verified nodes, the root included, d levels (default: the head's), k children per node.
+preset with random weights and synthetic acceptance, on contexts of random tokens: one rate per level, the same in all
+rows. The third form records what a trained head's drafts say of themselves and how probable their acceptance is, on
+questions that are not timed; without a batch size it measures nothing else. The fourth form runs a preset whose drafts
+are accepted as the recorded ones were: some rows' drafts are then surer than others' (replay.py).
 
-Rows: see side_by_side.Row. New ones take the place of those with the same head, target, batch, temperature, scheduler
-and tree.
+A place whose answer ended takes the next context at once (continuous batching). Every way of decoding warms up first,
+which captures its cycles. Then the ways take turns, and the median of each counts. Drafts are named chain5,
+dynamic:k4:d5:n16, ddtree:n16 or static:n16: n verified nodes, the root included, d levels (default: the head's), k
+children per node.
+
+Rows: see side_by_side.Row. New ones take the place of those with the same head, target, batch, temperature, scheduler,
+tree and acceptance.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from typing import Any
 import torch
 
 from headstart.bench.presets import PRESETS, random_target, refuse_ranks
+from headstart.bench.recordings import Recording, read_recording, record_cycles, write_recording
 from headstart.bench.side_by_side import Bench, Row, parse_tree
 from headstart.bench.timing import Clock, add_rows
 from headstart.data.prompts import Prompt
@@ -49,7 +57,7 @@ from headstart.saved_heads import SYNTHETIC, bound_head, find_head, target_of_he
 #: rows that are decoded together where the calibration is fitted
 CALIBRATED_ROWS = 32
 #: fields by which a new row takes the place of an earlier one
-KEY = ("head", "target", "batch", "temperature", "scheduler", "tree")
+KEY = ("head", "target", "batch", "temperature", "scheduler", "tree", "acceptance")
 
 
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -109,15 +117,17 @@ def config_of(arguments: argparse.Namespace, device: torch.device, rates: list[f
 
 
 def names_of(
-    arguments: argparse.Namespace, head: Head, target: Target, data: str, rates: list[float] | None = None
+    arguments: argparse.Namespace, head: Head, target: Target, data: str, rates: list[float] | None = None,
+    replay: Recording | None = None,
 ) -> dict[str, Any]:
     """The fields of Row that all rows of a command share."""
     origin = provenance(target.device)
     return {
-        "head": arguments.name or head.family, "target": arguments.preset or arguments.target, "ece_before": None,
-        "ece_after": None, "card": origin["device"], "command": command_line(), "git_revision": origin["git_revision"],
+        "head": arguments.name or head.family, "target": arguments.preset or arguments.target,
+        "ece_before": replay and replay.ece_before, "ece_after": replay and replay.ece_after,
+        "card": origin["device"], "command": command_line(), "git_revision": origin["git_revision"],
         "versions": origin["versions"], "dtype": str(target.dtype).removeprefix("torch."), "data": data,
-        "acceptance": "measured" if rates is None else "synthetic", "rates": rates,
+        "acceptance": "measured" if rates is None else "synthetic" if replay is None else "replayed", "rates": rates,
     }  # fmt: skip
 
 
@@ -142,7 +152,7 @@ def of_head(arguments: argparse.Namespace, clock: Clock) -> tuple[Bench, Context
     clock.mark("head")
     timed, others = questions(arguments, bench)
     clock.mark("questions")
-    names["ece_before"], names["ece_after"] = errors_of(bench, others, deepest(arguments, head), data)
+    names["ece_before"], names["ece_after"] = errors_of(bench, others, deepest(arguments, head), arguments.record)
     clock.mark("calibration")
     return bench, repeated(timed)
 
@@ -157,23 +167,35 @@ def questions(arguments: argparse.Namespace, bench: Bench) -> tuple[list[list[in
         raise DataError(f"--data {arguments.data}: no question leaves room for --max-new-tokens {bench.tokens}")
     held = min(arguments.calibrate_prompts, len(contexts) - 1)
     place = len(contexts) - held
-    timed, others = contexts[: min(place, max(counts(arguments).values()))], contexts[place:]
+    timed, others = contexts[: min(place, max(counts(arguments).values(), default=0))], contexts[place:]
     for note in (*notes, f"{len(timed)} questions to time, {len(others)} others to calibrate on"):
         print(note, flush=True)
     return timed, others
 
 
-def errors_of(bench: Bench, contexts: list[list[int]], depth: int, data: str) -> tuple[float | None, float | None]:
+def errors_of(
+    bench: Bench, contexts: list[list[int]], depth: int, record: Path | None
+) -> tuple[float | None, float | None]:
     """ECE of the head's chain before and after its calibration; None where there is none, and the reason is printed.
 
-    Args: contexts: every other one is fitted on, those between are measured on. depth: of the chain.
+    Args:
+        contexts: every other one is fitted on, those between are measured on.
+        depth: of the chain.
+        record: a file for its cycles, which are then a must.
     """
-    if not contexts:
+    if not contexts and record is None:
         return None, None
     try:
         drafter = bench.drafter(TreeConfig("chain", depth))
-        found = calibrate_drafter(bench.decoder, drafter, contexts, data, rows=CALIBRATED_ROWS)
+        if record is None:
+            found = calibrate_drafter(bench.decoder, drafter, contexts, bench.names["data"], rows=CALIBRATED_ROWS)
+        else:
+            recording, found = record_cycles(bench.decoder, drafter, contexts, bench.names, CALIBRATED_ROWS)
+            write_recording(record, recording)
+            print(f"{record}: {recording}", flush=True)
     except (ConfigError, DataError) as error:
+        if record is not None:
+            raise
         print(f"not calibrated: {error}", flush=True)
         return None, None
     finally:
@@ -202,7 +224,8 @@ def rates_of(arguments: argparse.Namespace, levels: int) -> list[float]:
 
 
 def of_preset(arguments: argparse.Namespace, clock: Clock) -> tuple[Bench, Contexts]:
-    """A preset with random weights and synthetic acceptance."""
+    """A preset with random weights and synthetic or replayed acceptance."""
+    replay = replayed(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wake_compiler()
     torch.manual_seed(0)
@@ -210,15 +233,28 @@ def of_preset(arguments: argparse.Namespace, clock: Clock) -> tuple[Bench, Conte
     target = random_target(PRESETS[arguments.preset][0], device, dtype)
     clock.mark("target")
     head = random_head(arguments.family, target)
-    rates = rates_of(arguments, deepest(arguments, head))
+    rates = rates_of(arguments, deepest(arguments, head)) if replay is None else replay.mean_rates
     said = ", ".join(f"{rate:.4f}" for rate in rates)
     print(f"rates {said}: τ {expected_tau(rates):.3f} if all levels are drafted", flush=True)
     decoder = Decoder(target, config_of(arguments, device, rates))
-    names = names_of(arguments, head, target, "random tokens", rates)
+    data = "random tokens" if replay is None else f"random tokens, accepted as {replay.head}'s drafts on {replay.data}"
+    names = names_of(arguments, head, target, data, rates, replay)
     clock.mark("head")
-    noise, count = torch.Generator().manual_seed(0), max(counts(arguments).values())
+    noise, count = torch.Generator().manual_seed(0), max(counts(arguments).values(), default=0)
     contexts = torch.randint(3, target.dims.vocab_size, (count, arguments.context), generator=noise).tolist()
-    return Bench(decoder, head, names, arguments.repeats, stop=False), repeated(contexts)
+    return Bench(decoder, head, names, arguments.repeats, stop=False, replay=replay), repeated(contexts)
+
+
+def replayed(arguments: argparse.Namespace) -> Recording | None:
+    """The recording of --replay. Raises: ConfigError for drafts of which it says nothing."""
+    if arguments.replay is None:
+        return None
+    recording = read_recording(arguments.replay)
+    print(f"{arguments.replay}: {recording}", flush=True)
+    for label in (*arguments.fixed, *arguments.scheduled):
+        tree = parse_tree(label, recording.positions)
+        recording.require(label, tree.depth if tree.kind == "chain" else None, arguments.temperature)
+    return recording
 
 
 def bench_all(arguments: argparse.Namespace) -> list[Row]:
@@ -254,13 +290,15 @@ def parser() -> argparse.ArgumentParser:
     add("--head", help="directory of a trained head")
     add("--data", help="JSONL file of questions")
     add("--calibrate-prompts", type=int, default=64, help="other questions, for the calibration errors; 0 = none")
+    add("--record", type=Path, help="write down the cycles of these other questions, for --replay")
     add("--preset", choices=sorted(PRESETS), help="instead: random weights and synthetic acceptance")
     add("--family", choices=sorted(FAMILIES), default=SYNTHETIC, help="preset: of the head")
     add("--rates", type=float, nargs="+", help="preset: probability of acceptance by level; the last holds on")
     add("--tau", type=float, default=2.95, help="preset, without --rates: τ of a chain of --levels")
     add("--levels", type=int, default=5)
     add("--context", type=int, default=512, help="preset: tokens of a context")
-    add("--batch", type=int, nargs="+", default=[1, 8, 32])
+    add("--replay", type=Path, help="preset: accept drafts as those of this recording (--record)")
+    add("--batch", type=int, nargs="*", default=[1, 8, 32])
     add("--temperature", type=float, default=0.0)
     add("--fixed", nargs="*", default=["chain1", "chain3", "chain5", "chain7"], help="drafts without a scheduler")
     add("--scheduled", nargs="*", default=["chain7"], help="drafts with the scheduler: the largest worth drafting")
@@ -278,6 +316,10 @@ def main() -> None:
     arguments = options.parse_args()
     if arguments.preset is None and not (arguments.target and arguments.head and arguments.data):
         options.error("give --preset, or --target, --head and --data")
+    if arguments.replay is not None and (arguments.preset is None or arguments.rates):
+        options.error("--replay: it says which drafts of a --preset are accepted: give no --rates, and no --head")
+    if arguments.record is not None and arguments.preset is not None:
+        options.error("--record: a preset has random weights: give --target, --head and --data")
     if not (arguments.fixed or arguments.scheduled):
         options.error("give at least one draft by --fixed or --scheduled")
     bench_all(arguments)

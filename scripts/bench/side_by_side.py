@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headstart.bench.recordings import Recording
+from headstart.bench.replay import ReplayedDrafter
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.decode import Cycle, Decoded
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
@@ -39,19 +41,21 @@ class Row:
             nodes that are verified.
         ece_before, ece_after: expected calibration error of the probability that the first k drafts are all accepted,
             over all k together (`mean_error`), as the head says it and after its calibration. Of a chain, on prompts
-            that are not timed. None where it was not measured.
+            that are not timed. None where it was not measured. Where acceptance is replayed, the recorded head's.
         context: tokens of a context, the median.
         prompts: contexts decoded per run.
         speedup: tokens_per_s ÷ that of plain decoding in the same command.
         cycles: target forwards of the rows, over all runs.
         active_rows: rows that a cycle decodes, on average. It is below the batch because the last contexts end one by
             one.
-        same_answers: share of the answers that are plain decoding's, token by token. None where answers are drawn or
-            acceptance is synthetic.
-        acceptance: measured or synthetic.
+        same_answers: share of the answers that are plain decoding's, token by token. None unless acceptance is measured
+            and greedy.
+        acceptance: measured; synthetic (the same rates in all cycles); or replayed (every cycle has those of a recorded
+            one, see replay.py), which is synthetic as well: what the target says decides nothing.
         expected_tau: what the rates give for the levels that were verified: tau without the luck of the draw. None
             where acceptance is measured.
-        rates: probability of acceptance by level where it is synthetic.
+        rates: probability of acceptance by level where it is synthetic; where it is replayed, its mean over the
+            recorded cycles.
         runs: tokens per second of every run.
     """
 
@@ -173,10 +177,16 @@ class Runs:
         """All cycles of all rows."""
         return [cycle for decoded in self.decoded for answer in decoded.answers for cycle in answer.cycles]
 
-    def expected_tau(self, rates: list[float]) -> float:
-        """Mean over cycles of the τ that the rates give for their levels; 1 without a cycle."""
-        taus = [expected_tau(rates[:levels]) for levels in range(len(rates) + 1)]
-        expected = [taus[min(cycle.drafted, len(rates))] for cycle in self.cycles]
+    def expected_tau(self, rates: list[float], replay: Recording | None) -> float:
+        """Mean over cycles of the τ that the rates give for their levels; 1 without a cycle.
+
+        Args: replay: the recording whose cycles have rates of their own.
+        """
+        if replay is None:
+            taus = [expected_tau(rates[:levels]) for levels in range(len(rates) + 1)]
+            expected = [taus[min(cycle.drafted, len(rates))] for cycle in self.cycles]
+        else:
+            expected = [tau for decoded in self.decoded for tau in replay.expected_taus(decoded.answers)]
         return statistics.fmean(expected) if expected else 1.0
 
     def same_answers(self, plain: Runs) -> float:
@@ -192,6 +202,7 @@ class Bench:
     Attributes:
         names: fields of Row that all rows share.
         stop: whether answers end at the target's stop tokens.
+        replay: recorded cycles that say how drafts are accepted; None = the decoder's config does.
     """
 
     decoder: Decoder
@@ -199,6 +210,7 @@ class Bench:
     names: dict[str, Any]
     repeats: int
     stop: bool = True
+    replay: Recording | None = None
 
     @property
     def tokens(self) -> int:
@@ -207,7 +219,7 @@ class Bench:
     def drafter(self, tree: TreeConfig) -> Drafter:
         drafter = build_drafter(self.head, replace(self.decoder.config, tree=tree))
         assert drafter is not None
-        return drafter
+        return drafter if self.replay is None else ReplayedDrafter(drafter, self.replay)
 
     def ways(self, fixed: Sequence[str], scheduled: Sequence[str]) -> list[Way]:
         """Plain decoding, the fixed drafts and the scheduled ones. Chains beyond the head's depths are shortened."""
@@ -287,7 +299,7 @@ class Bench:
             "max_new_tokens": config.max_new_tokens, "speedup": rate / statistics.median(plain.rates),
             "cycles": accepted.forwards, "active_rows": timed.active_rows,
             "same_answers": runs.same_answers(plain) if greedy else None,
-            "expected_tau": None if rates is None else runs.expected_tau(rates), "runs": runs.rates,
+            "expected_tau": None if rates is None else runs.expected_tau(rates, self.replay), "runs": runs.rates,
         }  # fmt: skip
 
 

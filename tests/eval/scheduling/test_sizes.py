@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,14 +14,16 @@ from torch import Tensor
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
 from headstart.eval.decoding.drafter import SizedDrafter
-from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.graphs import time_shapes
+from headstart.eval.decoding.engine import Engine, attention_windows
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.graphs import CycleGraphs, time_shapes
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape, Scheduler
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain, static_shape
+from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.targets.target import Target
 
 Heads = Callable[[str], Trained]
@@ -140,7 +143,7 @@ def test_fewer_levels_take_less_time_but_in_static_trees(
 def test_the_fastest_kernels_are_chosen_for_the_rows_of_a_cycle(
     target: Target, trained: Heads, name: str, levels: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Medusa's products are not measured."""
+    """So a cycle has no other rows. Medusa's products are not measured."""
     drafter = drafter_of(trained, name, TreeConfig("chain", 3))
     loop = begun(target, drafter, Sampling(), Turns(CycleShape(levels)))
     loop.take(CycleShape(levels))
@@ -156,6 +159,24 @@ def test_the_fastest_kernels_are_chosen_for_the_rows_of_a_cycle(
     loop.cycle()
     measured = {(id(linear), rows) for linears, rows in drafter.products(3) for linear in linears}
     assert seen and seen <= measured
+
+
+@pytest.mark.parametrize("kind", ["chain", "ddtree", "static"])
+def test_medusa_runs_the_heads_of_the_levels_alone(
+    target: Target, trained: Heads, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, ran = drafter_of(trained, "medusa", TreeConfig(kind, 3, 3, 12)), []
+    original = MedusaHead.logits
+
+    def watched(head: MedusaHead, inputs: list[Tensor]) -> Tensor:
+        ran.append(len(inputs))
+        return original(head, inputs)
+
+    monkeypatch.setattr(MedusaHead, "logits", watched)
+    for levels in (1, 2, None):
+        proposed(target, drafter, CycleShape(levels), Sampling())
+    every = drafter.head.depth  # type: ignore[attr-defined]
+    assert ran == ([every] * 3 if kind == "static" else [1, 2, every])
 
 
 TREES = [
@@ -250,6 +271,37 @@ def test_answers_do_not_depend_on_timing(
         assert len(scheduler.seconds) == (len(scheduler.shapes()) if timed else 0)
         found.append([(answer.tokens, answer.cycles) for answer in decoded.answers])
     assert found[0] == found[1]
+
+
+CAPTURED = [*((name, "chain") for name in DRAFTING_HEADS), *TREES]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("name", "kind"), CAPTURED)
+def test_captured_cycles_of_all_levels_draft_what_others_do(
+    target: Target, plain: list[Answer], trained: Heads, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several graphs of one drafter on one state, in turn, against the same cycles operation by operation."""
+    monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
+    there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
+    head = copy.deepcopy(trained(name).head).to("cuda")
+    head.bind(there.ends)
+    fused = FusedModel(there.model, attention_windows(there.model.config))
+    found = []
+    for graphs in (CycleGraphs(), None):
+        drafter = build_drafter(head, EvalConfig(tree=TreeConfig(kind, 4, 3, 12)))
+        assert drafter is not None
+        scheduler = Turns(CycleShape(1), CycleShape(3), CycleShape(), CycleShape(2), CycleShape(3, rows=8))
+        engine = Engine(there.model, 3, slots_needed(max(map(len, CONTEXTS)), NEW_TOKENS, drafter), fused=fused)
+        decoded = decode(
+            engine, CONTEXTS, drafter, Sampling(), NEW_TOKENS, set(), torch.Generator("cuda"), graphs=graphs,
+            scheduler=scheduler,
+        )  # fmt: skip
+        assert graphs is None or len(graphs.captured) == 1
+        assert tokens_of(decoded.answers) == tokens_of(plain)
+        found.append([answer.cycles for answer in decoded.answers])
+    assert found[0] == found[1] and max(cycle.accepted for cycles in found[0] for cycle in cycles) > 0
 
 
 def test_first_levels() -> None:

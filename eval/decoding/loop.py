@@ -179,6 +179,7 @@ class Loop:
             whole[row : row + 1] = getattr(giver, given)
             setattr(owner, name, whole)
         self.longest = max(self.longest, len(context))
+        self.scheduler.admitted(row)
         return int(aside.roots_B)
 
     def aside(self) -> Loop:

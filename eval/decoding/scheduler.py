@@ -79,6 +79,10 @@ class Scheduler(Protocol):
         """One for a batch of one row, whose `row_state` then becomes that of one row here."""
         return copy.copy(self)
 
+    def admitted(self, row: int) -> None:
+        """A row has begun another context. The drafter has read it."""
+        return None
+
     def shapes(self) -> list[CycleShape]:
         """All shapes that cycles of this batch may have, after `start`. Each is captured before the first cycle."""
         return [WHOLE]

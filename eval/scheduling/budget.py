@@ -31,7 +31,7 @@ from headstart.eval.tree import Tree
 
 #: rows that must have been learned from before the first choice
 FIRST = 48
-#: cycles of a batch that draft, where it is known that no draft pays
+#: cycles that draft at the beginning of a batch, and of a context in a batch of one, where so far no draft paid
 AGAIN = 2
 #: cycles that are all learned from; of later ones, every so many
 EVERY, STRIDE = 32, 4
@@ -98,6 +98,8 @@ class Budget(Scheduler):
             self.book.times.clear()
             self._lengths[batch] = length
         self._cycle, self._look, self._off = 0, self._pause, False
+        # rows that the drafter knows in spite of plain cycles
+        self._known: set[int] = set()
         # of the cycles whose tables are not yet known: whether their shape was thought the best one
         self._under_way: deque[bool] = deque()
 
@@ -132,11 +134,19 @@ class Budget(Scheduler):
         # what was learned changes slowly: most cycles need not say how sure the drafts are
         return silent(shape) if meant and self.book.cycles > EVERY and self._cycle % STRIDE else shape
 
+    def admitted(self, row: int) -> None:
+        """Where plain cycles left the drafter behind, it knows a row again that begins another context."""
+        self._known.add(row)
+        if self._off and len(self._known) == self.book.batch:
+            self._off, self._cycle, self._look = False, 0, self._pause
+
     def _next(self) -> tuple[CycleShape, bool]:
         """(the shape, whether it is thought the best one)."""
         self._cycle += 1
         book = self.book
         best = book.best()
+        if self._off:
+            self._known.clear()
         if self._off or not book.times.profiled:
             return PLAIN, True
         if best is None or book.rows < FIRST:

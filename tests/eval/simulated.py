@@ -90,7 +90,11 @@ def tokens_per_second(budget: Budget, batch: Batch, seconds: Seconds, said: Call
             both[0] = said(logit_BK)
             both[1] = -np.logaddexp(0, -(scale_K[:levels] * both[0] + bias_K[:levels])).cumsum(1)
             kept_BK = kept(np.exp(both[1]), None if shape.rows is None else shape.rows - batch.rows)
+        waiting = len(batch.waiting)
         count_B = batch.accept(logit_BK, kept_BK)
+        if waiting > len(batch.waiting):
+            for row in np.flatnonzero(batch.left_B == TOKENS).tolist():
+                budget.admitted(row)
         table = np.zeros((batch.rows, levels + 5), np.int64)
         table[:, COUNT] = 1 + count_B
         tokens, time = tokens + int(table[:, COUNT].sum()), time + seconds(shape, batch.rows)

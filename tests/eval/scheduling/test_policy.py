@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from simulated import Batch, Fixed, Seconds, SilentDrafter, context, tokens_per_second
+from simulated import TOKENS, Batch, Fixed, Seconds, SilentDrafter, context, tokens_per_second
 
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.scheduling.budget import Budget
@@ -99,3 +101,23 @@ def test_times_are_taken_again_when_contexts_are_much_longer() -> None:
     rows.count_B += 100
     scheduler.start(rows)
     assert all(map(scheduler.wants_time, scheduler.shapes()))
+
+
+def test_a_single_row_is_drafted_again_when_it_begins_another_context() -> None:
+    """Plain cycles leave the drafter behind. A context that begins is read by it, and may be an easier one."""
+    scheduler, batch = Budget(SilentDrafter(DEPTH, True), DEPTH, True), Batch(1, DEPTH, *HARD, 1)
+    batch.level_B[:] = -3.0
+    batch.waiting = deque([-3.0] * 8 + [3.0] * 16)
+    ran: list[tuple[float, bool]] = []
+    choose = scheduler.next_shape
+
+    def next_shape() -> CycleShape:
+        shape = choose()
+        ran.append((float(batch.level_B[0]), shape != PLAIN))
+        return shape
+
+    scheduler.next_shape = next_shape  # type: ignore[method-assign]
+    tokens_per_second(scheduler, batch, costs(True, 6e-6), lambda logit_BK: logit_BK)
+    hard, easy = ([drafts for level, drafts in ran if level == wanted] for wanted in (-3.0, 3.0))
+    assert not all(hard[: 2 * TOKENS]) and sum(hard[2 * TOKENS :]) < 0.1 * len(hard[2 * TOKENS :])
+    assert any(easy) and all(easy[-TOKENS // 4 :])

@@ -297,7 +297,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tau", type=float, default=2.95, help="preset, without --rates: τ of a chain of --levels")
     add("--levels", type=int, default=5)
     add("--context", type=int, default=512, help="preset: tokens of a context")
-    add("--replay", type=Path, help="preset: accept drafts as those of this recording (--record)")
+    add("--replay", type=Path, help="preset, in place of --rates and --tau: accept drafts as a file of --record says")
     add("--batch", type=int, nargs="*", default=[1, 8, 32])
     add("--temperature", type=float, default=0.0)
     add("--fixed", nargs="*", default=["chain1", "chain3", "chain5", "chain7"], help="drafts without a scheduler")

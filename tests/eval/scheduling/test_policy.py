@@ -119,5 +119,5 @@ def test_a_single_row_is_drafted_again_when_it_begins_another_context() -> None:
     scheduler.next_shape = next_shape  # type: ignore[method-assign]
     tokens_per_second(scheduler, batch, costs(True, 6e-6), lambda logit_BK: logit_BK)
     hard, easy = ([drafts for level, drafts in ran if level == wanted] for wanted in (-3.0, 3.0))
-    assert not all(hard[: 2 * TOKENS]) and sum(hard[2 * TOKENS :]) < 0.1 * len(hard[2 * TOKENS :])
+    assert not all(hard[: 3 * TOKENS]) and sum(hard[3 * TOKENS :]) < 0.1 * len(hard[3 * TOKENS :])
     assert any(easy) and all(easy[-TOKENS // 4 :])

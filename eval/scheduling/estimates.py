@@ -28,8 +28,10 @@ PRIOR = 8.0
 
 
 def silent(shape: CycleShape) -> CycleShape:
-    """The same without saying how sure drafts are. Where rows are cut, and where nothing is drafted, it is the same."""
-    return shape if shape.rows is not None or shape == PLAIN else replace(shape, says=False)
+    """The same without saying how sure drafts are, for whole chains. Other shapes stay as they are: where rows are cut,
+    the device must know, and trees choose their nodes by it anyway."""
+    whole_chain = shape != PLAIN and shape.nodes is None and shape.rows is None
+    return replace(shape, says=False) if whole_chain else shape
 
 
 class Estimates:

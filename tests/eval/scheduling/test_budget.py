@@ -36,8 +36,9 @@ def test_every_shape_is_lossless(
     drafter = build_drafter(trained(family).head, EvalConfig(tree=tree))
     assert drafter is not None
     scheduler = EveryShape(drafter, tree)
-    answers = run(target, drafter, CONTEXTS * 2, scheduler=scheduler)
-    assert tokens_of(answers) == tokens_of(plain) * 2
+    for _ in range(2):
+        answers = run(target, drafter, CONTEXTS * 2, scheduler=scheduler)
+        assert tokens_of(answers) == tokens_of(plain) * 2
     assert set(scheduler.ran) == set(scheduler.shapes()[1:])
 
 

@@ -248,7 +248,8 @@ def test_times_follow_what_cycles_take() -> None:
 
 
 def test_silent_shapes() -> None:
-    """Whole drafts need not be told of. Of cut ones the device must know, and of plain decoding there is nothing."""
+    """Whole chains need not be told of. Of cut ones the device must know, and of plain decoding there is nothing."""
     assert silent(CycleShape(3)) == CycleShape(3, says=False) == silent(CycleShape(3, says=False))
     assert silent(CycleShape(3, rows=9)) == CycleShape(3, rows=9)
+    assert silent(CycleShape(3, 7)) == CycleShape(3, 7)
     assert silent(PLAIN) == PLAIN

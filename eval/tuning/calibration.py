@@ -152,7 +152,7 @@ def calibrate(
     """Fit a calibration on some cycles and measure its errors on others.
 
     Args:
-        kind, source: see Calibration.
+        kind, source: see Calibration. A logistic of a confidence head gets temperatures beside it.
         measured_on: cycles of other prompts: errors on the fit's own cycles come out too small.
         dataset: name of what was decoded.
     Raises: DataError without cycles, or for a position whose fate no cycle tells.
@@ -163,11 +163,14 @@ def calibrate(
             f"{len(measured_on.accepted_S)} of {measured_on.positions} drafts to measure on; expected at least one of "
             "each, with equally many drafts"
         )
-    if kind == "temperature":
-        found = Calibration(kind, source, temperatures=fit_temperatures(fitted_on, bins))
-    else:
+    temperatures = fit_temperatures(fitted_on, bins) if kind == "temperature" or source == "confidence" else []
+    scaled = Calibration("temperature", source, temperatures=temperatures)
+    found, beside = scaled, list[float]()
+    if kind != "temperature":
         logistic = fit(fitted_on.logit_SK, fitted_on.accepted_S, fitted_on.judged_S)
-        found = Calibration(kind, source, slope=float(logistic.slope), biases=logistic.bias_K.tolist())
+        found = Calibration(kind, source, temperatures, float(logistic.slope), logistic.bias_K.tolist())
+        if temperatures:
+            beside = errors(measured_on, scaled.probability(measured_on.logit_SK), bins)
     known_SK, hit_SK = measured_on.known_SK, measured_on.hit_SK
     measures = []
     for p_SK in (torch.sigmoid(measured_on.logit_SK.float()), found.probability(measured_on.logit_SK)):
@@ -176,5 +179,5 @@ def calibrate(
     (ece_before, before), (ece_after, after) = measures
     return replace(
         found, dataset=dataset, num_samples=len(measured_on.accepted_S), ece_before=ece_before, ece_after=ece_after,
-        reliability_before=before, reliability_after=after,
+        reliability_before=before, reliability_after=after, ece_of_temperatures=beside,
     )  # fmt: skip

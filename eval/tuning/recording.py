@@ -142,17 +142,12 @@ def record_each(
     return recorder.outcomes(decoded.answers), [len(answer.cycles) for answer in decoded.answers]
 
 
-def usual_kind(source: str) -> str:
-    """The kind of calibration that fits what a source says: see Calibration.kind and Calibration.source."""
-    return "temperature" if source == "confidence" else "logistic"
-
-
 def calibrate_drafter(
     decoder: Decoder,
     drafter: Drafter,
     contexts: list[list[int]],
     dataset: str,
-    kind: str | None = None,
+    kind: str = "logistic",
     rows: int = 16,
     seed: int = 0,
 ) -> Calibration:
@@ -161,7 +156,7 @@ def calibrate_drafter(
     Args:
         contexts: held out: none was trained on.
         dataset: their name.
-        kind: see Calibration; None = temperature for a confidence head, logistic for a draft's own probability.
+        kind: see Calibration. Temperatures cannot move a probability across ½, which a biased confidence needs.
         rows: contexts decoded at a time.
     Raises: ConfigError for a drafter that says nothing of its drafts. DataError for too few contexts or cycles.
     """
@@ -177,4 +172,4 @@ def calibrate_drafter(
         fitted_on, measured_on = (
             record(decoder, drafter, part, rows, seed) for part in (contexts[::2], contexts[1::2])
         )
-    return calibrate(fitted_on, measured_on, kind or usual_kind(source), source, dataset)
+    return calibrate(fitted_on, measured_on, kind, source, dataset)

@@ -183,16 +183,20 @@ def _calibration_markdown(tuning: Tuning) -> list[str]:
     found = tuning.calibration
     if found is None:
         return []
-    numbers = found.temperatures or found.biases
-    rows = [
-        (str(k), number(value, 3), f"{before:.1%}", f"{after:.1%}")
-        for k, (value, before, after) in enumerate(zip(numbers, found.ece_before, found.ece_after, strict=True), 1)
-    ]
+    columns = [("temperature", found.temperatures)] if found.temperatures else []
+    if found.biases:
+        columns.insert(0, ("bias", found.biases))
+    errors = [("error before", found.ece_before), ("error after", found.ece_after)]
+    if found.ece_of_temperatures:
+        errors.append(("with temperatures", found.ece_of_temperatures))
+    values = [[number(value, 3) for value in column] for _, column in columns]
+    values += [[f"{error:.1%}" for error in column] for _, column in errors]
+    rows = list(zip(map(str, range(1, found.positions + 1)), *values, strict=True))
     slope = "" if found.slope is None else f", slope {found.slope:.3f}"
     return [
         "## Calibration", "", CALIBRATION_NOTE, "",
         markdown(f"{found.kind} of {found.source}{slope}; measured on {found.num_samples} cycles"), "",
-        *table(("position", "bias" if found.biases else "temperature", "error before", "error after"), rows), "",
+        *table(("position", *(name for name, _ in (*columns, *errors))), rows), "",
     ]  # fmt: skip
 
 

@@ -36,12 +36,14 @@ class Calibration:
     Attributes:
         kind: temperature (sequential temperature scaling) or logistic.
         source: what l is: confidence (of the confidence head) or draft_probability (logit(q)).
-        temperatures: of every position; empty unless the kind is temperature.
+        temperatures: of every position. Beside a logistic of a confidence head they stand for engines, which read
+            nothing else (`sglang_sts`); p is not computed from them then.
         slope, biases: of all positions and of every position; None and empty unless the kind is logistic.
         dataset: what was decoded to measure the errors.
         num_samples: cycles that the errors were measured on.
         ece_before, ece_after: at k, the expected calibration error of p_1 · … · p_k against "the first k drafts are all
             accepted", with bins of equal width.
+        ece_of_temperatures: the same error of the temperatures that stand beside a logistic; else empty.
         reliability_before, reliability_after: (mean of p_1 · … · p_k, share that was accepted, count) of every bin that
             is not empty, over all k together.
     """
@@ -57,10 +59,11 @@ class Calibration:
     ece_after: list[float] = field(default_factory=list)
     reliability_before: list[list[float]] = field(default_factory=list)
     reliability_after: list[list[float]] = field(default_factory=list)
+    ece_of_temperatures: list[float] = field(default_factory=list)
 
     @property
     def positions(self) -> int:
-        return len(self.temperatures or self.biases)
+        return len(self.biases or self.temperatures)
 
     def probability(self, logit: Tensor) -> Tensor:
         """p of every draft, float32 [..., k] for the first k ≤ K positions. Args: logit: [..., k]."""
@@ -114,20 +117,27 @@ def calibration_from_json(value: Any, where: str) -> Calibration:
     positions = value.get(numbers)
     if not _numbers(positions) or not 1 <= len(positions) <= MAX_POSITIONS:
         raise refuse(numbers, f"1 to {MAX_POSITIONS} finite numbers")
-    if scaled and min(positions) <= 0:
-        raise refuse(numbers, "numbers above 0")
     if not scaled and not _number(value.get("slope")):
         raise refuse("slope", "a finite number")
-    unused: dict[str, Any] = {"slope": None, "biases": []} if scaled else {"temperatures": []}
+    beside = value.get("temperatures", [])
+    if not _numbers(beside) or len(beside) not in (0, len(positions)):
+        raise refuse("temperatures", f"{len(positions)} finite numbers, one per position, or none")
+    if any(temperature <= 0 for temperature in beside):
+        raise refuse("temperatures", "numbers above 0")
+    unused: dict[str, Any] = {}
+    if scaled:
+        unused = {"slope": None, "biases": [], "ece_of_temperatures": []}
+    elif value["source"] != "confidence":
+        unused = {"temperatures": [], "ece_of_temperatures": []}
     for name, empty in unused.items():
         if value.get(name, empty) != empty:
-            raise refuse(name, f"{empty} where the kind is {value['kind']}")
+            raise refuse(name, f"{empty} where the kind is {value['kind']} of {value['source']}")
     if not isinstance(value.get("dataset", ""), str):
         raise refuse("dataset", "a text")
     samples = value.get("num_samples", 0)
     if type(samples) is not int or samples < 0:
         raise refuse("num_samples", "a whole number, 0 or more")
-    for name in ("ece_before", "ece_after"):
+    for name in ("ece_before", "ece_after", "ece_of_temperatures"):
         errors = value.get(name, [])
         if not _numbers(errors) or not all(0 <= x <= 1 for x in errors) or len(errors) not in (0, len(positions)):
             raise refuse(name, f"{len(positions)} numbers from 0 to 1, one per position, or none")
@@ -181,7 +191,7 @@ def sglang_sts(calibration: Calibration, drafts: int) -> dict[str, Any]:
     Args: drafts: drafts of a cycle as SGLang will serve the head (γ). It refuses a file of another length.
     Raises: ConfigError for a calibration that this file cannot hold.
     """
-    if calibration.kind != "temperature" or calibration.source != "confidence":
+    if not calibration.temperatures or calibration.source != "confidence":
         raise ConfigError(
             f"calibration: found {calibration.kind} of {calibration.source}; SGLang's file holds temperatures of a "
             "confidence head: fit those, or serve without the file"
@@ -196,7 +206,8 @@ def sglang_sts(calibration: Calibration, drafts: int) -> dict[str, Any]:
         "dataset": calibration.dataset,
         "num_samples": calibration.num_samples,
         "ece_before": calibration.ece_before,
-        "ece_after": calibration.ece_after,
+        # its own error: the logistic beside it, which the engine does not compute, may have a smaller one
+        "ece_after": calibration.ece_after if calibration.kind == "temperature" else calibration.ece_of_temperatures,
     }
 
 

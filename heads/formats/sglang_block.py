@@ -71,7 +71,7 @@ def temperatures(side: dict[str, Any]) -> dict[str, Any] | None:
     if not scheduled(side):
         return None
     found, drafts = calibration_of(side), drafted_tokens(side)
-    fits = found is not None and found.kind == "temperature" and found.positions == drafts
+    fits = found is not None and len(found.temperatures) == drafts
     return sglang_sts(found, drafts) if found is not None and fits else None
 
 

@@ -24,7 +24,7 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.kernels.reach import LARGEST_LOGIT
 from headstart.eval.tuning.calibration import Outcomes, calibrate
-from headstart.eval.tuning.recording import asked_for_confidence, record_each, usual_kind
+from headstart.eval.tuning.recording import asked_for_confidence, record_each
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import read_json, write_json
 from headstart.heads.formats.calibration import SOURCES, Calibration, mean_error
@@ -160,9 +160,9 @@ def record_cycles(
         (one, ones), (two, twos) = (
             record_each(decoder, drafter, part, rows, seed) for part in (contexts[::2], contexts[1::2])
         )
-    kind, data = usual_kind(source), names["data"]
-    of_two = calibrate(one, two, kind, source, data)
-    of_one = calibrate(two, one, kind, source, data)
+    data = names["data"]
+    of_two = calibrate(one, two, "logistic", source, data)
+    of_one = calibrate(two, one, "logistic", source, data)
     both = [_probabilities(of_one, one), _probabilities(of_two, two)]
     made = Recording(
         names["head"], names["target"], data, decoder.sampling.temperature, source,

@@ -169,13 +169,14 @@ def test_tune_keeps_the_calibration_with_the_head(
     )  # fmt: skip
     assert result.code == 0, result.err
     kept = read_calibration(place)
-    assert kept is not None and kept.kind == "temperature" and kept.source == "confidence" and kept.positions == 2
+    assert kept is not None and kept.kind == "logistic" and kept.source == "confidence" and kept.positions == 2
     assert kept.dataset == "own data" and kept.num_samples > 0
     assert result.json["calibration"]["temperatures"] == kept.temperatures
     load_head(place)
     assert str(prompts) not in (tmp_path / "out" / "tune.json").read_text()
     text = (tmp_path / "out" / "tune.md").read_text()
-    assert "## Calibration" in text and f"{kept.ece_before[0]:.1%}" in text and "(reliability.png)" in text
+    row = f"{kept.biases[0]:.3f} | {kept.temperatures[0]:.3f} | {kept.ece_before[0]:.1%} | {kept.ece_after[0]:.1%} |"
+    assert "## Calibration" in text and f"{row} {kept.ece_of_temperatures[0]:.1%} |" in text and "(reliability.png)" in text
     assert (tmp_path / "out" / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
     # what engines read goes along with an export
@@ -192,7 +193,8 @@ def test_tune_keeps_the_calibration_with_the_head(
     )  # fmt: skip
     assert exported.code == 0, exported.err
     assert json.loads((tmp_path / "exported/sglang_sps.json").read_text()) == rates
-    assert json.loads((tmp_path / "exported/sglang_sts.json").read_text())["temperatures"] == kept.temperatures
+    served = json.loads((tmp_path / "exported/sglang_sts.json").read_text())
+    assert (served["temperatures"], served["ece_after"]) == (kept.temperatures, kept.ece_of_temperatures)
     said = "".join(exported.err.split())
     assert "--speculative-dspark-sps-table-path" in said and '"enable_adaptive_verification":true' in said
 

@@ -218,6 +218,21 @@ def test_errors_fall_on_cycles_that_were_not_fitted(kind: str) -> None:
     assert sum(point[2] for point in ours.reliability_after) == 8000 * 4
 
 
+def test_a_biased_confidence_needs_a_bias() -> None:
+    """It says .3 where .65 are accepted: on the wrong side of ½, which no temperature changes."""
+    bias = math.log(0.65 / 0.35) - math.log(0.3 / 0.7)
+    logit_SK = 0.5 * (logits(16000, 3) - 1) + math.log(0.3 / 0.7)
+    outcomes = cycles(logit_SK.float(), torch.sigmoid(logit_SK + bias), seed=7)
+    halves = outcomes.part(slice(0, 8000)), outcomes.part(slice(8000, None))
+    found, scaled = (calibrate(*halves, kind, "confidence", "drawn") for kind in ("logistic", "temperature"))
+    assert found.slope == pytest.approx(1.0, abs=0.05) and found.biases[0] == pytest.approx(bias, abs=0.05)
+    assert max(found.ece_after) < 0.02 and scaled.ece_after[0] > 0.1
+    # what engines read is the same, with the same error
+    assert (found.temperatures, found.ece_of_temperatures) == (scaled.temperatures, scaled.ece_after)
+    own = calibrate(*halves, "logistic", "draft_probability", "drawn")
+    assert own.temperatures == own.ece_of_temperatures == [] and own.biases == found.biases
+
+
 def test_cut_cycles_count_only_as_far_as_they_are_known() -> None:
     logit_SK = torch.zeros((3, 2))
     logit_SK[1, 1] = math.nan  # nobody knows of this draft

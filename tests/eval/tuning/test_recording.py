@@ -285,7 +285,7 @@ def test_what_cannot_be_recorded_is_refused(target: Target, trained: Heads) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "source"), [("dspark", "temperature", "confidence"), ("eagle3", "logistic", "draft_probability")]
+    ("name", "kind", "source"), [("dspark", "logistic", "confidence"), ("eagle3", "logistic", "draft_probability")]
 )
 def test_a_drafter_is_calibrated_on_every_other_prompt(
     target: Target, trained: Heads, name: str, kind: str, source: str

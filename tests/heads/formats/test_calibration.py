@@ -30,6 +30,10 @@ SCALED = Calibration(
     "temperature", "confidence", temperatures=[1.5, 0.5], dataset="wikitext", num_samples=7,
     ece_before=[0.1, 0.2], ece_after=[0.01, 0.02], reliability_before=POINTS, reliability_after=[[0.5, 0.5, 4]],
 )  # fmt: skip
+BESIDE = Calibration(
+    "logistic", "confidence", [1.5, 0.5], slope=0.7, biases=[-0.2, 0.1], dataset="wikitext", num_samples=7,
+    ece_before=[0.1, 0.2], ece_after=[0.01, 0.02], ece_of_temperatures=[0.05, 0.06],
+)  # fmt: skip
 LOGISTIC = Calibration("logistic", "draft_probability", slope=0.7, biases=[-0.2, 0.1], dataset="ultrachat")
 
 
@@ -39,7 +43,7 @@ def head(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("calibration", [SCALED, LOGISTIC])
+@pytest.mark.parametrize("calibration", [SCALED, LOGISTIC, BESIDE])
 def test_side_file_gives_it_back_and_keeps_other_notes(head: Path, calibration: Calibration) -> None:
     assert read_calibration(head) is None
     save_calibration(calibration, head)
@@ -56,6 +60,8 @@ def test_probability_is_that_of_the_formula() -> None:
     assert LOGISTIC.probability(logit_BK[:, :1])[0].tolist() == pytest.approx(expected)
     assert [x.tolist() for x in SCALED.scale_and_bias()] == [pytest.approx([1 / 1.5, 2.0]), [0.0, 0.0]]
     assert [x.tolist() for x in LOGISTIC.scale_and_bias()] == [pytest.approx([0.7, 0.7]), pytest.approx([-0.2, 0.1])]
+    # temperatures beside a logistic change nothing
+    assert torch.equal(BESIDE.probability(logit_BK), LOGISTIC.probability(logit_BK))
     with pytest.raises(ConfigError, match="found 3 drafts, it was fitted for 2"):
         SCALED.probability(torch.zeros(1, 3))
     assert mean_error(POINTS) == pytest.approx(0.25)
@@ -79,7 +85,12 @@ def test_probability_is_that_of_the_formula() -> None:
         (SCALED, {"colour": 1}, "unknown field 'colour'"),
         (LOGISTIC, {"slope": None}, "calibration.slope is None, expected a finite number"),
         (LOGISTIC, {"biases": "many"}, "calibration.biases is 'many'"),
-        (LOGISTIC, {"temperatures": [1.0, 1.0]}, "where the kind is logistic"),
+        (LOGISTIC, {"temperatures": [1.0, 1.0]}, "where the kind is logistic of draft_probability"),
+        (LOGISTIC, {"ece_of_temperatures": [0.1, 0.1]}, "calibration.ece_of_temperatures is \\[0.1, 0.1\\], expected \\[\\]"),
+        (SCALED, {"ece_of_temperatures": [0.1, 0.1]}, "expected \\[\\] where the kind is temperature"),
+        (BESIDE, {"temperatures": [1.0]}, "calibration.temperatures is \\[1.0\\], expected 2 finite numbers"),
+        (BESIDE, {"temperatures": [1.0, -1.0]}, "numbers above 0"),
+        (BESIDE, {"ece_of_temperatures": [0.1, 2.0]}, "from 0 to 1"),
     ],
 )
 def test_a_damaged_one_is_refused(head: Path, base: Calibration, change: dict[str, Any], message: str) -> None:
@@ -88,6 +99,13 @@ def test_a_damaged_one_is_refused(head: Path, base: Calibration, change: dict[st
     annotate(head, {"calibration": {**base.to_json(), **change}})  # sealed, so only the reader can tell
     with pytest.raises((FormatError, DataError), match="headstart.json"):
         read_calibration(head)
+
+
+def test_a_calibration_of_an_earlier_version_loads() -> None:
+    for calibration in (SCALED, LOGISTIC):
+        value = calibration.to_json()
+        del value["ece_of_temperatures"]
+        assert calibration_from_json(value, "headstart.json") == calibration
 
 
 def test_a_damaged_side_file_is_refused(head: Path) -> None:
@@ -115,6 +133,8 @@ def test_sglangs_file(tmp_path: Path) -> None:
         "ece_before": [0.1, 0.2],
         "ece_after": [0.01, 0.02],
     }
+    # the engine computes no logistic: the error in its file is that of the temperatures
+    assert sglang_sts(BESIDE, 2) == {**sglang_sts(SCALED, 2), "ece_after": [0.05, 0.06]}
     with pytest.raises(ConfigError, match="found 2 temperatures and 3 drafts"):
         sglang_sts(SCALED, 3)
     for other in (LOGISTIC, replace(SCALED, source="draft_probability")):

@@ -111,6 +111,8 @@ def test_a_head_that_was_not_tuned_is_exported_as_before(tmp_path: Path) -> None
     [
         # of another length than SGLang serves, it would refuse the file
         ({"calibration": {**SCALED, "temperatures": [1.0, 1.0], "ece_before": [], "ece_after": []}}, {SPS}),
+        # temperatures beside a logistic, with their own error
+        ({"calibration": {**SCALED, "kind": "logistic", "slope": 1.0, "biases": [0.0] * 3}}, {STS, SPS}),
         ({"tuned": tuned(step_rates=None)}, {STS}),
         ({"tuned": None}, {STS}),
         # one number of tokens is no table to it

@@ -5,8 +5,9 @@ Shape legend: T cycles of a batch, B batch, K positions, N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from headstart.eval.tree import Tree
 from headstart.eval.tuning.calibration import Outcomes, calibrate
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.formats.calibration import Calibration
+
+Item = TypeVar("Item")
 
 #: cycles of a record beyond those of its batch: one more is under way when the host reads the last one
 SPARE = 2
@@ -142,6 +145,18 @@ def record_each(
     return recorder.outcomes(decoded.answers), [len(answer.cycles) for answer in decoded.answers]
 
 
+def task_after_task(contexts: Sequence[Item], tasks: Sequence[str | None]) -> list[Item]:
+    """The contexts in an order in which those of a task follow each other: then every other context is of all tasks.
+
+    Where six tasks take turns, every other context is of three of them.
+
+    >>> task_after_task([1, 2, 3, 4], ["a", "b", "a", "b"])
+    [1, 3, 2, 4]
+    """
+    first = {task: place for place, task in reversed(list(enumerate(tasks)))}
+    return [contexts[n] for n in sorted(range(len(contexts)), key=lambda place: first[tasks[place]])]
+
+
 def calibrate_drafter(
     decoder: Decoder,
     drafter: Drafter,
@@ -154,7 +169,7 @@ def calibrate_drafter(
     """Fit on every other context, and measure the errors on the contexts between them.
 
     Args:
-        contexts: held out: none was trained on.
+        contexts: held out: none was trained on. Those of a task follow each other (`task_after_task`).
         dataset: their name.
         kind: see Calibration. Temperatures cannot move a probability across ½, which a biased confidence needs.
         rows: contexts decoded at a time.

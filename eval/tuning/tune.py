@@ -52,7 +52,7 @@ from headstart.eval.tuning.choice import (
 )
 from headstart.eval.tuning.costs import Costs, drafting_of, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import Profile, Recorder
-from headstart.eval.tuning.recording import calibrate_drafter
+from headstart.eval.tuning.recording import calibrate_drafter, task_after_task
 from headstart.eval.tuning.static import StaticProfile, published_tree, recorded_ranks, recorded_tree, static_facts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
@@ -86,7 +86,7 @@ def tune(
     recurrent = memory_of(target.model.config).chains_only
     if recurrent:
         drafting = replace(drafting, kinds=("chain",))
-    _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
+    taken, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]
     if head is not None:
@@ -102,7 +102,9 @@ def tune(
     trees = compared_trees(profiles, search, reference)
     static = profiles.get("static")
     data = describe_data(config.data)
-    calibration, uncalibrated = (None, []) if head is None else session.calibration(str(data["path"]))
+    calibration, uncalibrated = None, list[str]()
+    if head is not None:
+        calibration, uncalibrated = session.calibration(str(data["path"]), [prompt.task for prompt in taken])
     choices = session.choices(halfway, trees, profiles)
     facts = static_facts(static, trees, search.depth) if isinstance(static, StaticProfile) else {}
     return Tuning(
@@ -288,16 +290,17 @@ class _Session:
             raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
         return profile, lengths
 
-    def calibration(self, dataset: str) -> tuple[Calibration | None, list[str]]:
-        """The calibration of the longest chain, fitted on every other prompt; without one, a sentence that says why."""
+    def calibration(self, dataset: str, tasks: list[str | None]) -> tuple[Calibration | None, list[str]]:
+        """The calibration of the longest chain; without one, a sentence that says why. Args: tasks: of the contexts."""
         self.say("calibration")
         try:
             # engines that read it draft as many as the head has, whatever depth was searched
             longest = None if self.head is None else self.head.longest_chain
             drafter = self.build(TreeConfig("chain", longest or self.search.depth))
             found = calibrate_drafter(
-                self.decoder, drafter, self.contexts, dataset, rows=PROFILE_BATCH, seed=self.config.seed
-            )
+                self.decoder, drafter, task_after_task(self.contexts, tasks), dataset, rows=PROFILE_BATCH,
+                seed=self.config.seed,
+            )  # fmt: skip
         except (ConfigError, DataError) as error:
             return None, [f"not calibrated: {error}"]
         finally:

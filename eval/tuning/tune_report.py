@@ -44,7 +44,8 @@ ESTIMATE_NOTE = (
 )
 CALIBRATION_NOTE = (
     "How far the probability that the first k drafts are all accepted, as the draft says it, lies from the share that "
-    "was (expected calibration error, bins of equal width). Fitted on every other prompt, measured on the others."
+    "was (expected calibration error, bins of equal width). Fitted on every other prompt of each task, measured on the "
+    "others. Engines read temperatures alone; the last column is theirs."
 )
 SCHEDULED_NOTE = (
     "scheduled = measured with the scheduler, which drafts up to the largest tree of the best one's kind; in brackets "

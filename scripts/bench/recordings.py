@@ -148,7 +148,7 @@ def record_cycles(
     """Decode contexts with a chain, and record its cycles.
 
     Args:
-        contexts: held out: none was trained on.
+        contexts: held out: none was trained on. Those of a task follow each other (`task_after_task`).
         names: fields of Row: head, target, data.
         rows: contexts decoded at a time.
     Returns: the recording; the calibration that was fitted on every other context, with its errors on the others.

@@ -44,7 +44,7 @@ from headstart.eval.kernels.launch import wake_compiler
 from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import expected_tau
 from headstart.eval.prompts import data_label, load_prompts
-from headstart.eval.tuning.recording import calibrate_drafter
+from headstart.eval.tuning.recording import calibrate_drafter, task_after_task
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.families import FAMILIES
@@ -158,11 +158,16 @@ def of_head(arguments: argparse.Namespace, clock: Clock) -> tuple[Bench, Context
 
 
 def questions(arguments: argparse.Namespace, bench: Bench) -> tuple[list[list[int]], list[list[int]]]:
-    """Contexts to time and contexts to calibrate on, none of which are in both, of all tasks alike."""
+    """Contexts to time and contexts to calibrate on, none of which are in both, of all tasks alike.
+
+    Those to calibrate on stand task after task.
+    """
     target = bench.decoder.target
     prompts = by_turns(load_prompts(arguments.data, max_turns=1))
-    _, rendered, notes = first_contexts(prompts, target, bench.decoder.config)
-    contexts = [context for context in rendered if len(context) + bench.tokens <= target.positions]
+    taken, rendered, notes = first_contexts(prompts, target, bench.decoder.config)
+    asked = zip(taken, rendered, strict=True)
+    fitting = [(prompt.task, context) for prompt, context in asked if len(context) + bench.tokens <= target.positions]
+    tasks, contexts = [task for task, _ in fitting], [context for _, context in fitting]
     if not contexts:
         raise DataError(f"--data {arguments.data}: no question leaves room for --max-new-tokens {bench.tokens}")
     held = min(arguments.calibrate_prompts, len(contexts) - 1)
@@ -170,7 +175,7 @@ def questions(arguments: argparse.Namespace, bench: Bench) -> tuple[list[list[in
     timed, others = contexts[: min(place, max(counts(arguments).values(), default=0))], contexts[place:]
     for note in (*notes, f"{len(timed)} questions to time, {len(others)} others to calibrate on"):
         print(note, flush=True)
-    return timed, others
+    return timed, task_after_task(others, tasks[place:])
 
 
 def errors_of(
@@ -179,7 +184,7 @@ def errors_of(
     """ECE of the head's chain before and after its calibration; None where there is none, and the reason is printed.
 
     Args:
-        contexts: every other one is fitted on, those between are measured on.
+        contexts: task after task. Every other one is fitted on, those between are measured on.
         depth: of the chain.
         record: a file for its cycles, which are then a must.
     """
@@ -289,7 +294,7 @@ def parser() -> argparse.ArgumentParser:
     add("--target", help="registered name or directory, with --head and --data")
     add("--head", help="directory of a trained head")
     add("--data", help="JSONL file of questions")
-    add("--calibrate-prompts", type=int, default=64, help="other questions, for the calibration errors; 0 = none")
+    add("--calibrate-prompts", type=int, default=96, help="other questions, for the calibration errors; 0 = none")
     add("--record", type=Path, help="write down the cycles of these other questions, for --replay")
     add("--preset", choices=sorted(PRESETS), help="instead: random weights and synthetic acceptance")
     add("--family", choices=sorted(FAMILIES), default=SYNTHETIC, help="preset: of the head")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from headstart.eval.tuning.recording import (
     calibrate_drafter,
     most_cycles,
     record,
+    task_after_task,
 )
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.sampling import logit_of
@@ -307,6 +309,15 @@ def test_a_drafter_is_calibrated_on_every_other_prompt(
     lossy = Decoder(target, EvalConfig(synthetic_acceptance=0.5))
     with pytest.raises(ConfigError, match="found lossy acceptance"):
         calibrate_drafter(lossy, drafter, contexts, "tiny")
+
+
+@pytest.mark.parametrize("tasks", [["a", "b", "c", "d", "e", "f"] * 8, [t for t in "abcdef" for _ in range(8)]])
+def test_every_other_context_is_of_all_tasks(tasks: list[str]) -> None:
+    order = task_after_task(range(48), tasks)
+    assert sorted(order) == list(range(48))
+    for part in (order[::2], order[1::2]):
+        assert Counter(tasks[n] for n in part) == dict.fromkeys("abcdef", 4)
+    assert task_after_task([5, 3, 4], [None, None, None]) == [5, 3, 4]
 
 
 @pytest.mark.gpu

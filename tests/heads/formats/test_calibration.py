@@ -86,7 +86,7 @@ def test_probability_is_that_of_the_formula() -> None:
         (LOGISTIC, {"slope": None}, "calibration.slope is None, expected a finite number"),
         (LOGISTIC, {"biases": "many"}, "calibration.biases is 'many'"),
         (LOGISTIC, {"temperatures": [1.0, 1.0]}, "where the kind is logistic of draft_probability"),
-        (LOGISTIC, {"ece_of_temperatures": [0.1, 0.1]}, "calibration.ece_of_temperatures is \\[0.1, 0.1\\], expected \\[\\]"),
+        (LOGISTIC, {"ece_of_temperatures": [0.1, 0.1]}, "ece_of_temperatures is \\[0.1, 0.1\\], expected \\[\\]"),
         (SCALED, {"ece_of_temperatures": [0.1, 0.1]}, "expected \\[\\] where the kind is temperature"),
         (BESIDE, {"temperatures": [1.0]}, "calibration.temperatures is \\[1.0\\], expected 2 finite numbers"),
         (BESIDE, {"temperatures": [1.0, -1.0]}, "numbers above 0"),

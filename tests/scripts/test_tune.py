@@ -175,8 +175,9 @@ def test_tune_keeps_the_calibration_with_the_head(
     load_head(place)
     assert str(prompts) not in (tmp_path / "out" / "tune.json").read_text()
     text = (tmp_path / "out" / "tune.md").read_text()
-    row = f"{kept.biases[0]:.3f} | {kept.temperatures[0]:.3f} | {kept.ece_before[0]:.1%} | {kept.ece_after[0]:.1%} |"
-    assert "## Calibration" in text and f"{row} {kept.ece_of_temperatures[0]:.1%} |" in text and "(reliability.png)" in text
+    errors = [kept.ece_before[0], kept.ece_after[0], kept.ece_of_temperatures[0]]
+    row = " | ".join([f"{kept.biases[0]:.3f}", f"{kept.temperatures[0]:.3f}", *(f"{error:.1%}" for error in errors)])
+    assert "## Calibration" in text and f"| {row} |" in text and "(reliability.png)" in text
     assert (tmp_path / "out" / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
     # what engines read goes along with an export

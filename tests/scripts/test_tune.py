@@ -177,7 +177,7 @@ def test_tune_keeps_the_calibration_with_the_head(
     text = (tmp_path / "out" / "tune.md").read_text()
     errors = [kept.ece_before[0], kept.ece_after[0], kept.ece_of_temperatures[0]]
     row = " | ".join([f"{kept.biases[0]:.3f}", f"{kept.temperatures[0]:.3f}", *(f"{error:.1%}" for error in errors)])
-    assert "## Calibration" in text and f"| {row} |" in text and "(reliability.png)" in text
+    assert "## Calibration" in text and f"{row} |" in text and "(reliability.png)" in text
     assert (tmp_path / "out" / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
     # what engines read goes along with an export

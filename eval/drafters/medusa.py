@@ -85,7 +85,7 @@ class MedusaDrafter:
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         drafted = self.drafted
-        logits_BKV = self.head.draft_logits(self.hidden_BD, drafted if drafted < self.depth else None)[:, :drafted]
+        logits_BKV = self.head.draft_logits(self.hidden_BD, drafted if drafted < self.head.depth else None)[:, :drafted]
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         if self.shape is None and self.marginals is None:
             return self.chain_of(logits_BKV, generator)

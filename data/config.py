@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from headstart.data.columns import FIELDS
 from headstart.data.records import LAYOUTS
 from headstart.heads.errors import ConfigError, check_settings
 from headstart.heads.files import short_path
@@ -31,9 +33,12 @@ class SourceConfig:
     split: str = "train"
     #: Read the first records only; null reads all.
     limit: int | None = None
-    #: Layout of the records: auto, messages, sharegpt, prompt_response, turns, prompt, question, problem or
-    #: instruction.
+    #: Layout of the records: auto, messages, sharegpt, prompt_response, turns, prompt, question, problem, instruction,
+    #: input_output, request or batch.
     format: str = "auto"
+    #: Other names of fields, ours first: {prompt: question, response: answer}. A dot leads into an object or a list:
+    #: {prompt: request.prompt}.
+    columns: dict[str, str] | None = None
 
     def check(self, where: str) -> None:
         """Raise ConfigError when the source cannot be read; `where` is the recipe key."""
@@ -51,10 +56,24 @@ class SourceConfig:
             check_repository(self.dataset, f"{where}.dataset", "user/name of a dataset on the Hub")
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
+        self._check_columns(where)
         if self.limit is not None and (type(self.limit) is not int or not 1 <= self.limit < 1 << 63):
             raise ConfigError(
                 f"{where}.limit: found {short_path(str(self.limit))}, expected a number ≥ 1, or null for all"
             )
+
+    def _check_columns(self, where: str) -> None:
+        if self.columns is None:
+            return
+        if not isinstance(self.columns, Mapping) or not self.columns:
+            raise ConfigError(f"{where}.columns: found {short_path(str(self.columns))}, expected {{OURS: THEIRS}}")
+        for ours, theirs in self.columns.items():
+            if ours not in FIELDS:
+                raise ConfigError(
+                    f"{where}.columns: found {short_path(str(ours))}, expected one of {', '.join(FIELDS)}"
+                )
+            if not isinstance(theirs, str) or not theirs:
+                raise ConfigError(f"{where}.columns.{ours}: found {short_path(str(theirs))}, expected a field's name")
 
 
 @dataclass

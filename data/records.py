@@ -1,9 +1,10 @@
 """One record → one `Conversation`: the parser of training, distillation and every evaluation.
 
 Layouts: `messages` (OpenAI), `conversations` (ShareGPT), `turns` (Spec-Bench), `prompt` as a list (MT-bench), `prompt`
-with `response` or `completion`, a question alone (`prompt`, `question`, `problem`, `instruction` with `input`;
-HumanEval's `prompt` with `entry_point`), and token ids alone (`prompt_token_ids`). Beside any of them: `system`,
-`tools` (or OpenAI's older `functions`) and `chat_template_kwargs`.
+with `response` or `completion`, `instruction` with `input` and `output` (Alpaca), `input` with `output`, a request with
+its response (`request`, or `body` of OpenAI's batch files: see `data/requests.py`), a question alone (`prompt`,
+`question`, `problem`, `instruction`; HumanEval's `prompt` with `entry_point`), and token ids alone
+(`prompt_token_ids`). Beside any of them: `system`, `tools` (or OpenAI's older `functions`) and `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from headstart.data.messages import (
     read_tools,
     unread_fields,
 )
+from headstart.data.requests import REQUEST, read_request
 from headstart.heads.errors import DataError
+from headstart.heads.files import parse_json
 
 #: finish reasons of serving engines, by whether the answer has its end-of-turn token
 FINISH = {
@@ -43,13 +46,18 @@ LAYOUTS = {
     "question": "question",
     "problem": "problem",
     "instruction": "instruction",
+    "input_output": "output",
+    "request": "request",
+    "batch": "body",
 }
 IDS = ("id", "question_id", "conversation_id", "task_id", "prompt_id", "unique_id")
 #: fields in which records of other projects hold more text for the model. They are not read here, but reported
 ELSEWHERE = (
     "system_prompt", "system_message", "instructions", "history", "context", "documents", "input", "tool_calls",
-    "reasoning_content", "reasoning", "thinking", "enable_thinking",
+    "reasoning_content", "reasoning", "thinking", "enable_thinking", "response.choices",
 )  # fmt: skip
+#: what to do with the lines that a batch wrote, which hold no questions
+BATCH_OUTPUT = ", or, for the output of a batch, join each line with the line of its input (body) that has its custom_id"
 #: the question that is made of a HumanEval record, whose prompt is the head of a function
 COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
 #: largest token id, because they are kept as int32
@@ -128,7 +136,11 @@ def parse_record(
         expected = ", ".join([*LAYOUTS.values(), "prompt_token_ids"])
         raise DataError(f"{where}: found {kind(record)}, expected a JSON object with one of {expected}")
     layout = _layout(record, where) if layout == "auto" else layout
-    raw, used, asks = _messages(record, layout, where)
+    if layout in REQUEST:
+        record, raw = read_request(record, layout, where)
+        used, asks = (), "last"
+    else:
+        raw, used, asks = _messages(record, layout, where)
     messages = _with_system([read_message(m, place) for m, place in raw], record, where)
     finish = _finish(record.get("finish_reason"), where)
     turns = _token_turns(record, where)
@@ -167,14 +179,20 @@ def _layout(record: dict[str, Any], where: Where) -> str:
     if isinstance(record.get("prompt"), str) and record.get("completion") is not None:
         there.append("prompt_response")
     # a response needs a prompt that is text; a prompt that is a list holds questions
-    answered = "prompt_response" in there and isinstance(record.get("prompt"), str)
-    layout = next((name for name in LAYOUTS if name in there and (name != "prompt_response" or answered)), "")
+    fits = {
+        "prompt_response": isinstance(record.get("prompt"), str),
+        "input_output": record.get("input") is not None,
+        "request": isinstance(record.get("request"), dict | str),
+        "batch": isinstance(record.get("body"), dict | str),
+    }
+    layout = next((name for name in LAYOUTS if name in there and fits.get(name, True)), "")
     if layout or record.get("prompt_token_ids") is not None:
         return layout or "token_ids"
     names = ", ".join(quote(name) for name in list(record)[:20]) or "(none)"
     raise DataError(
         f"{where}: found fields {names}, expected one of messages, conversations, turns, prompt + response, prompt, "
-        "question, problem, instruction, prompt_token_ids: rename the field"
+        "question, problem, instruction, input + output, request, body, prompt_token_ids: name its fields in columns "
+        "of the source" + (BATCH_OUTPUT if "custom_id" in record else "")
     )
 
 
@@ -191,15 +209,20 @@ def _messages(
     if layout == "turns" or (layout == "prompt" and isinstance(record.get("prompt"), list)):
         places = [(turn, f"{where}: {layout}[{i}]") for i, turn in enumerate(_list(record, layout, where))]
         return [({"role": "user", "content": read_text(t, place)}, place) for t, place in places], (layout,), "each"
-    if layout != "prompt_response":
-        used = (layout, "input") if layout == "instruction" else (layout,)
-        return [({"role": "user", "content": _question(record, layout, where)}, where)], used, "last"
-    prompt = {"role": "user", "content": read_text(record.get("prompt"), f"{where}: prompt")}
-    key = "response" if record.get("response") is not None else "completion"
+    if layout == "instruction":
+        key = next((key for key in ("output", "response") if record.get(key) not in EMPTY), None)
+        asked = ({"role": "user", "content": _question(record, layout, where)}, where)
+        answers = [({"role": "assistant", "content": read_text(record[key], f"{where}: {key}")}, where)] if key else []
+        return [asked, *answers], (layout, "input", *([key] if key else [])), "last"
+    if layout not in ("prompt_response", "input_output"):
+        return [({"role": "user", "content": _question(record, layout, where)}, where)], (layout,), "last"
+    first = "prompt" if layout == "prompt_response" else "input"
+    prompt = {"role": "user", "content": read_text(record.get(first), f"{where}: {first}")}
+    key = "output" if layout == "input_output" else "response" if record.get("response") is not None else "completion"
     beside = {k: record[k] for k in ("reasoning_content", "tool_calls") if record.get(k) is not None}
     text = record.get(key)
     answer = {"role": "assistant", "content": read_text(text, f"{where}: {key}"), **beside}
-    return [(prompt, where), (answer, where)], ("prompt", key, *beside), "last"
+    return [(prompt, where), (answer, where)], (first, key, *beside), "last"
 
 
 def _question(record: dict[str, Any], key: str, where: Where) -> str:
@@ -277,6 +300,8 @@ def _ids(value: Any, where: Where) -> tuple[int, ...]:
 
 def _list(record: dict[str, Any], key: str, where: Where) -> list[Any]:
     value = record.get(key)
+    if key in ("messages", "conversations") and isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, f"{where}: {key}")  # a table's column can hold it only as text
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key}: found {kind(value)}, expected a list with at least one entry")
     return value

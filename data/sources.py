@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headstart.data.columns import map_columns
 from headstart.data.config import SourceConfig
 from headstart.data.hub import load_rows
 from headstart.data.messages import checked_json, kind
@@ -33,6 +34,8 @@ def load_conversations(sources: Sequence[SourceConfig]) -> Iterator[Conversation
     for index, source in enumerate(sources):
         source.check(f"data.sources[{index}]")
         for where, fallback, record in islice(read_records(source), source.limit):
+            if source.columns:
+                record = map_columns(record, source.columns, where)
             yield _unique(parse_record(record, where, fallback, source.format), seen)
 
 

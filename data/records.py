@@ -57,7 +57,7 @@ ELSEWHERE = (
     "reasoning_content", "reasoning", "thinking", "enable_thinking", "response.choices",
 )  # fmt: skip
 #: what to do with the lines that a batch wrote, which hold no questions
-BATCH_OUTPUT = ", or, for the output of a batch, join each line with the line of its input (body) that has its custom_id"
+BATCH_OUTPUT = ", or, for the output of a batch, join each line with the line of its input (body) with its custom_id"
 #: the question that is made of a HumanEval record, whose prompt is the head of a function
 COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
 #: largest token id, because they are kept as int32

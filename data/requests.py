@@ -133,9 +133,11 @@ def _item(item: dict[str, Any], where: Where) -> dict[str, Any]:
         return {name: value for name, value in item.items() if name in ("role", "content")}
     if what == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        listed = parts if isinstance(parts, list) else [parts]
+        texts = [part.get("text") if isinstance(part, dict) else None for part in listed]
+        if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{where}: found thoughts that are not text, expected content or summary with text")
-        return {"role": "assistant"} | ({"reasoning_content": "".join(p["text"] for p in parts)} if parts else {})
+        return {"role": "assistant"} | ({"reasoning_content": "".join(texts)} if texts else {})
     if what == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
         return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}

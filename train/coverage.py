@@ -7,9 +7,12 @@ the data looks like the target's own answers, the more rows are lost.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from headstart.data.features import FeatureSource
+from headstart.data.own_choice import OwnChoice, own_choice
 from headstart.heads.base import Head
 from headstart.heads.errors import TrainingError
 
@@ -19,22 +22,37 @@ SAMPLE_TOKENS = 1024
 ENOUGH_ROWS = 256
 
 
-def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int, int]:
-    """(rows that carry a loss, rows supervised at depth 1), of a few random training samples.
+class Coverage(NamedTuple):
+    """What a look at a few training samples shows.
+
+    Attributes:
+        inside: rows that carry a loss. rows: rows supervised at depth 1.
+        own: whose text the answers are.
+    """
+
+    inside: int
+    rows: int
+    own: OwnChoice
+
+
+def measure_coverage(head: Head, source: FeatureSource, seed: int) -> Coverage:
+    """Look at a few random training samples.
 
     Args: source: of features. If it makes them live, the target runs.
     Raises: TrainingError if none of ENOUGH_ROWS rows, or none at all, carries a loss.
     """
     order = np.random.default_rng(seed).permutation(len(source.lengths)).tolist()
     tokens = inside = rows = 0
+    own = OwnChoice()
     while order and tokens < SAMPLE_TOKENS:
         batch = source.get([order.pop()])
         tokens += sum(batch.doc_lengths)
         rows += batch.anchors.count_K[0]
         inside += int(head.covered_rows(batch))
+        own += own_choice(batch)
     if rows and not inside and (rows >= ENOUGH_ROWS or not order):
         raise untrained(head, rows)
-    return inside, rows
+    return Coverage(inside, rows, own)
 
 
 def untrained(head: Head, rows: int) -> TrainingError:

@@ -23,16 +23,20 @@ def command(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option("--samples", "-n", help="Samples to show.", min=0)] = 3,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show one token a line with its assistant turn.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also run the target on a few samples: which of the text is its own.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show training samples with their supervised tokens marked.
 
-    Also counts samples and tokens, and says what was dropped or truncated. Needs no model weights.
+    Also counts samples and tokens, and says what was dropped or truncated. Needs no model weights but for --stats.
     """
     with command_body(json) as console:
         from rich.text import Text
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
+        from headstart.data.own_choice import own_choice_of
         from headstart.heads.targets.load import weightless_target
         from headstart.pipeline.data import prepare, trained_samples
         from headstart.pipeline.placeholder import settled_config
@@ -40,7 +44,11 @@ def command(
         from headstart.recipes.load import load_recipe
 
         settings = load_recipe(recipe, overrides or [])
-        run = Run(settings, console, weightless_target(dated_target(settings)))
+        run = Run(settings, console)
+        if stats:
+            run.require_one_process("--stats runs the target", "leave --stats out")
+        else:
+            run = Run(settings, console, weightless_target(dated_target(settings)))
         if settings.data.distill.prompts and not run.distilled_path.is_file():
             from headstart.heads.errors import DataError
 
@@ -68,6 +76,9 @@ def command(
             "split": data.split.as_dict(),
         }
         value = {"counts": counts, "held_out_samples": len(data.held_out), "report": report, "samples": shown}
+        own = own_choice_of(run.target, trained, settings.seed) if stats else None
+        if own is not None:
+            value["own_choice"] = own.as_dict()
         text = Text()
         for sample in chosen:
             counted = f"{len(sample)} tokens, {sample.supervised} supervised"
@@ -86,4 +97,5 @@ def command(
         for name, count in counts.items():
             parts = ", ".join(f"{part} {n}" for part, n in count.items()) if isinstance(count, dict) else count
             text.append(f"{LABELS.get(name, name)}: {parts}\n")
+        text.append(f"{own.line()}\n" if own is not None else "")
         console.result(value, text)

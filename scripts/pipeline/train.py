@@ -145,14 +145,19 @@ def fresh_head(run: Run) -> Head:
 
 
 def _say_coverage(run: Run, head: Head, source: Any) -> None:
-    """Say what share of a few rows can train with this draft vocabulary. Needs a target that is not sharded."""
-    if head.draft_ids_U is None or run.target.lockstep:
+    """Look at a few training samples: say what share of their rows can train with this draft vocabulary, and what share
+    of the answers the target would have written. Needs a target that is not sharded, and a head that does not run it.
+    """
+    if run.target.lockstep or head.spec.tokens_alone:
         return
-    inside, rows = measure_coverage(head, source, run.recipe.seed)
-    if rows:
-        share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
-        more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more rows train"
+    found = measure_coverage(head, source, run.recipe.seed)
+    if found.rows and head.draft_ids_U is not None:
+        covered = found.inside / found.rows
+        share = f"{covered:.1%} of {found.rows} supervised rows of some training samples"
+        more = "" if covered >= 0.9 else "; a larger head.draft_vocab_size lets more rows train"
         run.console.say(f"draft vocabulary: it holds the right token on {share}; other rows do not train{more}")
+    if found.own.tokens:
+        run.console.say(f"data: {found.own.line()}")
 
 
 def measured_chain(run: Run, head: Head) -> int:

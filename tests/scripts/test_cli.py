@@ -76,6 +76,23 @@ def test_inspect_shows_all_tokens_supervised(headstart: Callable, recipe: Path) 
     assert wrong.code == 2 and "data.supervise" in wrong.err and "answers, all" in wrong.err
 
 
+def test_inspect_tells_whose_text_the_answers_are(headstart: Callable, recipe: Path) -> None:
+    """The random target did not write "0 0 ok"; of what it wrote itself, greedily, nearly all is its own choice."""
+    settings = ("data.held_out_fraction=0", "data.max_length=512")
+    other = headstart("inspect", recipe, *settings, "data.distill.prompts=[]", "--stats", "--json")
+    assert other.code == 0, other.err
+    found = other.json["own_choice"]
+    assert found["foreign"] and found["share"] < 0.3 and found["share"] == found["own"] / found["tokens"]
+    assert found["tokens"] == other.json["counts"]["supervised_tokens"] - other.json["counts"]["turns"]
+    shown = headstart("inspect", recipe, *settings, "data.distill.prompts=[]", "--stats")
+    assert f"{found['share']:.1%} of {found['tokens']} answer tokens" in shown.out
+    assert "WARNING" in shown.out and "data.distill.prompts" in shown.out
+    assert "own_choice" not in headstart("inspect", recipe, *settings, "data.distill.prompts=[]", "--json").json
+    assert headstart("distill", recipe, *settings, "data.sources=[]").code == 0
+    own = headstart("inspect", recipe, *settings, "data.sources=[]", "--stats", "--json").json["own_choice"]
+    assert own["share"] > 0.9 and not own["foreign"] and own["tokens"] > 0
+
+
 def test_inspect_counts_truncations(headstart: Callable, recipe: Path) -> None:
     settings = ("data.distill.prompts=[]", "data.held_out_fraction=0", "data.max_length=40")
     result = headstart("inspect", recipe, *settings, "--json")

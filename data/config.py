@@ -20,12 +20,12 @@ FORMATS = ("auto", *LAYOUTS)
 
 @dataclass
 class SourceConfig:
-    """One file or one Hub dataset of conversations; give `path` or `dataset`, not both."""
+    """Files or one dataset of conversations; give `path` or `dataset`, not both."""
 
-    #: A .jsonl, .jsonl.gz or .json file. `workload:NAME` is a file that comes with the package
-    #: (data/workloads/NAME.jsonl).
+    #: A file (.jsonl, .json, .parquet, .csv, .tsv; .txt with a prompt a line; also .gz or .zst), a folder of them, or a
+    #: pattern (logs/*.jsonl). `workload:NAME` is a file that comes with the package (data/workloads/NAME.jsonl).
     path: str | None = None
-    #: Name of a dataset on the Hub, read from the Hub or from the local cache.
+    #: Name of a dataset on the Hub, read from the Hub or from the local cache; or a folder that `datasets` reads.
     dataset: str | None = None
     #: Configuration of the Hub dataset.
     subset: str | None = None
@@ -39,12 +39,17 @@ class SourceConfig:
     #: Other names of fields, ours first: {prompt: question, response: answer}. A dot leads into an object or a list:
     #: {prompt: request.prompt}.
     columns: dict[str, str] | None = None
+    #: What happens at a record that cannot be read: stop, or skip. Skipped ones are counted by reason and listed in the
+    #: run's data/rejects.jsonl.
+    on_bad: str = "stop"
+    #: Read the dataset while it is downloaded; null does so where there is a limit.
+    streaming: bool | None = None
 
     def check(self, where: str) -> None:
         """Raise ConfigError when the source cannot be read; `where` is the recipe key."""
-        for name in ("path", "dataset", "subset", "split", "format"):
+        for name in ("path", "dataset", "subset", "split", "format", "on_bad"):
             value = getattr(self, name)  # eval.data may hold mappings whose types nobody has checked
-            given = value is not None or name in ("split", "format")
+            given = value is not None or name in ("split", "format", "on_bad")
             if given and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(f"{where}.{name}: found {short_path(value)}, expected text")
         if (self.path is None) == (self.dataset is None):
@@ -56,6 +61,11 @@ class SourceConfig:
             check_repository(self.dataset, f"{where}.dataset", "user/name of a dataset on the Hub")
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
+        if self.on_bad not in ("stop", "skip"):
+            raise ConfigError(f"{where}.on_bad: found {short_path(self.on_bad)!r}, expected stop or skip")
+        if self.streaming is not None and type(self.streaming) is not bool:
+            found = short_path(str(self.streaming))
+            raise ConfigError(f"{where}.streaming: found {found}, expected true, false or null")
         self._check_columns(where)
         if self.limit is not None and (type(self.limit) is not int or not 1 <= self.limit < 1 << 63):
             raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from headstart.data.config import SourceConfig
@@ -13,7 +15,8 @@ TIMEOUT = 10.0
 
 
 def load_rows(source: SourceConfig) -> Iterator[Any]:
-    """Rows of `source.dataset`. With a limit they are streamed, so that not everything is downloaded.
+    """Rows of `source.dataset`, streamed where `source.streaming` says so; by default with a limit, so that not
+    everything is downloaded. A folder is read as `datasets` reads folders, or as its `save_to_disk` wrote it.
 
     Raises: DataError naming the dataset, the cause and the remedy.
     """
@@ -22,12 +25,18 @@ def load_rows(source: SourceConfig) -> Iterator[Any]:
     name = str(source.dataset)
     remedy = "check the name and the network, or give a local file with path=FILE.jsonl instead of dataset"
     try:
-        if not constants.HF_HUB_OFFLINE:
+        folder = Path(os.path.expanduser(name))
+        if not folder.is_dir() and not constants.HF_HUB_OFFLINE:
             HfApi().dataset_info(name, timeout=TIMEOUT)
         import datasets
 
         # a stream uses the network while it is read: reading must stay inside the try
-        yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=source.limit is not None)
+        if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
+            saved = datasets.load_from_disk(str(folder))
+            yield from saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
+            return
+        streaming = source.limit is not None if source.streaming is None else source.streaming
+        yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=streaming)
     except Exception as error:  # the libraries raise network exceptions of many kinds
         cause = in_one_line(error)
         raise DataError(f"dataset {name!r} (split {source.split!r}): cannot be loaded ({cause}): {remedy}") from error

@@ -15,6 +15,7 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.media import dropped_for, file_and_line
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
+from headstart.data.rejects import Rejects
 from headstart.data.rendering import RefusedError
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.sources import load_conversations
@@ -298,11 +299,13 @@ class PreparedData:
 
     Attributes:
         held_out_report: None unless the held-out conversations have files of their own.
+        rejects: rows of both sides that could not be read and were left out (`on_bad: skip`).
     """
 
     split: Split
     report: TokenizeReport
     held_out_report: TokenizeReport | None = None
+    rejects: Rejects = field(default_factory=Rejects)
 
     @property
     def train(self) -> list[Sample]:
@@ -328,15 +331,19 @@ def prepare(
         ranks: processes that call this together and divide the tokenising.
     Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
     """
+    rejects = Rejects()
     samples, report = tokenize(
-        load_conversations([*config.sources, *distilled]), tokenizer, config, stop_token_ids, ranks
+        load_conversations([*config.sources, *distilled], rejects), tokenizer, config, stop_token_ids, ranks
     )
     if not samples:
-        raise DataError("data: no conversation can be trained on\n" + "\n".join(report.lines()))
+        why = "\n".join([*report.lines(), *rejects.lines()])
+        raise DataError(f"data: no conversation can be trained on\n{why}")
     require_supervised(samples)
     held_report: TokenizeReport | None = None
     if config.held_out:
-        held, held_report = tokenize(load_conversations(config.held_out), tokenizer, config, stop_token_ids, ranks)
+        held, held_report = tokenize(
+            load_conversations(config.held_out, rejects), tokenizer, config, stop_token_ids, ranks
+        )
         split = given_held_out(samples, held)
     else:
         split = split_held_out(samples, config.held_out_fraction, seed)
@@ -346,4 +353,4 @@ def prepare(
             "give other conversations to train on, or to hold out (data.held_out)"
         )
     require_supervised(split.train)
-    return PreparedData(split, report, held_report)
+    return PreparedData(split, report, held_report, rejects)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headstart.data.columns import map_columns
 from headstart.data.config import SourceConfig
@@ -18,25 +19,47 @@ from headstart.data.hub import load_rows
 from headstart.data.messages import checked_json, kind
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, parse_record
+from headstart.data.rejects import Bad, Rejects, stop
+from headstart.data.tables import SEPARATORS, kind_of_file, open_unpacked, read_csv, read_parquet
 from headstart.heads.errors import DataError
-from headstart.heads.files import explain_read, is_file, open_regular, parse_json, require_regular, short_path
+from headstart.heads.files import explain_read, is_file, parse_json, require_regular, short_path
+
+T = TypeVar("T")
+#: what is read of folders and patterns, each also packed (.gz, .zst)
+TEXT = (".txt", ".text")
+KINDS = (".jsonl", ".ndjson", ".json", ".parquet", *SEPARATORS, *TEXT)
 
 #: most bytes of one line, and of a .json file (which is read whole)
 MAX_LINE, MAX_JSON = 1 << 27, 1 << 32
 
 
-def load_conversations(sources: Sequence[SourceConfig]) -> Iterator[Conversation]:
+def load_conversations(sources: Sequence[SourceConfig], rejects: Rejects | None = None) -> Iterator[Conversation]:
     """Every record of every source, in order.
 
-    Raises: DataError "FILE:LINE: …" at the first malformed record; ConfigError for a source that names no input.
+    Args: rejects: takes the bad rows of sources with `on_bad: skip`.
+    Raises: DataError "FILE:LINE: …" at the first malformed record of other sources; ConfigError for a source that names
+        no input.
     """
+    return _load(sources, rejects, lambda conversation: conversation)
+
+
+def _load(
+    sources: Sequence[SourceConfig], rejects: Rejects | None, make: Callable[[Conversation], T]
+) -> Iterator[T]:
+    rejects = Rejects() if rejects is None else rejects
     seen: dict[str, int] = {}
     for index, source in enumerate(sources):
         source.check(f"data.sources[{index}]")
-        for where, fallback, record in islice(read_records(source), source.limit):
-            if source.columns:
-                record = map_columns(record, source.columns, where)
-            yield _unique(parse_record(record, where, fallback, source.format), seen)
+        bad = rejects.add if source.on_bad == "skip" else stop
+        for where, fallback, record in islice(read_records(source, bad), source.limit):
+            try:
+                if source.columns:
+                    record = map_columns(record, source.columns, where)
+                made = make(_unique(parse_record(record, where, fallback, source.format), seen))
+            except DataError as error:
+                bad(error, where, int(fallback.rpartition(":")[2]))
+                continue
+            yield made
 
 
 def _unique(conversation: Conversation, seen: dict[str, int]) -> Conversation:
@@ -49,12 +72,15 @@ def _unique(conversation: Conversation, seen: dict[str, int]) -> Conversation:
     return conversation if name == conversation.id else replace(conversation, id=name)
 
 
-def read_prompts(sources: Sequence[SourceConfig], limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    sources: Sequence[SourceConfig], limit: int | None = None, rejects: Rejects | None = None
+) -> list[Prompt]:
     """Prompts for distillation, by the rules of `prompt_of`.
 
+    Args: rejects: as in `load_conversations`.
     Raises: DataError for a malformed record, or one without a user turn.
     """
-    return [prompt_of(conversation) for conversation in islice(load_conversations(sources), limit)]
+    return list(islice(_load(sources, rejects, prompt_of), limit))
 
 
 def workload_path(name: str) -> Path:
@@ -76,19 +102,60 @@ def source_path(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def read_records(source: SourceConfig) -> Iterator[tuple[str, str, Any]]:
-    """`(where, fallback id, record)` of one source. Raises DataError naming file and line, or dataset and cause."""
+def source_files(name: str) -> list[Path]:
+    """The files that a source's `path` names: one file, those in a folder and its folders, or those that a pattern
+    (`*`, `?`, `[…]`; `**` for folders of any depth) matches; by name. Of folders and patterns, only files of a known
+    kind count, and none that is hidden.
+
+    Raises: DataError, where a folder or a pattern has none.
+    """
+    path = source_path(name)
+    with explain_read(path):
+        folder = path.is_dir()
+        if not folder and (path.exists() or not any(letter in name for letter in "*?[")):
+            return [path]
+    found = path.rglob("*") if folder else map(Path, glob.glob(str(path), recursive=True))
+    kept = sorted(file for file in found if kind_of_file(file) in KINDS and is_file(file) and not _hidden(file, path))
+    if not kept:
+        what = "it is a directory, expected a regular file, or a folder with" if folder else "no such file, expected"
+        raise DataError(f"{short_path(path)}: {what} files of these kinds: {', '.join(KINDS)}")
+    return kept
+
+
+def _hidden(file: Path, above: Path) -> bool:
+    parts = file.relative_to(above).parts if file.is_relative_to(above) else (file.name,)
+    return any(part.startswith(".") for part in parts)
+
+
+def read_records(source: SourceConfig, bad: Bad = stop) -> Iterator[tuple[str, str, Any]]:
+    """`(where, fallback id, record)` of one source, a few at a time.
+
+    Args: bad: what is done with a row that cannot be read.
+    Raises: DataError naming file and line, or dataset and cause; whatever `bad` raises.
+    """
     if source.dataset is not None:
         for index, record in enumerate(load_rows(source)):
             yield f"{source.dataset}[{source.split}]:{index}", f"{source.dataset}:{index}", record
         return
-    path = source_path(str(source.path))
-    stem = path.name.split(".")[0]
-    if path.suffix == ".json":
-        listed = enumerate(_json_list(path), 1)
-        yield from ((f"{path}: record {n}", f"{stem}:{n}", record) for n, record in listed)
-    else:
-        yield from ((f"{path}:{n}", f"{stem}:{n}", record) for n, record in read_jsonl(path))
+    for path in source_files(str(source.path)):
+        stem = path.name.split(".")[0]
+        _require_file(path)
+        place, rows = _rows(path, bad)
+        yield from ((f"{path}{place}{n}", f"{stem}:{n}", record) for n, record in rows)
+
+
+def _rows(path: Path, bad: Bad) -> tuple[str, Iterator[tuple[int, Any]]]:
+    """What stands before a row's number in messages, and the rows: `(number from 1, record)`."""
+    kind = kind_of_file(path)
+    if kind == ".parquet":
+        return ": record ", read_parquet(path, bad)
+    if kind in SEPARATORS:
+        return ": record ", read_csv(path, bad)
+    if kind in TEXT:
+        return ":", ((number, {"prompt": line}) for number, line, _ in _lines(path, bad))
+    if kind == ".json" and (path.suffix == ".json" or _begins_a_list(path)):
+        return ": record ", _json_list(path, bad)
+    return ":", read_jsonl(path, bad)
 
 
 def _require_file(path: Path) -> None:
@@ -96,32 +163,64 @@ def _require_file(path: Path) -> None:
         with explain_read(path):
             require_regular(path)
     except DataError as error:
-        raise DataError(f"{error}, expected a .jsonl, .jsonl.gz or .json file: check the path of the source") from error
+        expected = "expected a .jsonl, .json, .parquet, .csv or .txt file: check the path of the source"
+        raise DataError(f"{error}, {expected}") from error
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """`(line number from 1, value)` of a JSONL or .jsonl.gz file; blank lines are skipped.
+def read_jsonl(path: Path, bad: Bad = stop) -> Iterator[tuple[int, Any]]:
+    """`(line number from 1, value)` of a JSONL file, also .gz or .zst; blank lines are skipped.
 
-    Raises: DataError "FILE:LINE: …".
+    Raises: DataError "FILE:LINE: …"; whatever `bad` raises.
     """
+    for number, line, where in _lines(path, bad):
+        try:
+            value = _valid(parse_json(line, where, ", expected one object per line"), line, where)
+        except DataError as error:
+            bad(error, where, number)
+            continue
+        yield number, value
+
+
+def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, str, str]]:
+    """`(number from 1, text, place)` of every line that is not blank."""
     _require_file(path)
     number = 0
-    with explain_read(path), open_regular(path) as file:
-        lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-        while True:
-            number += 1
+    with explain_read(path), open_unpacked(path) as lines:
+
+        def read(most: int) -> bytes:
             try:
-                raw = lines.readline(MAX_LINE + 1)
+                return lines.readline(most)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise DataError(f"{path}:{number}: broken gzip data ({error}): copy the file again") from error
+
+        while True:
+            number += 1
+            raw = read(MAX_LINE + 1)
             if not raw:
                 return
             where = f"{path}:{number}"
             if len(raw) > MAX_LINE:
-                raise DataError(f"{where}: found a line of more than {MAX_LINE} bytes, expected one record per line")
-            line = _decode(raw, where).strip()
+                found = f"found a line of more than {MAX_LINE} bytes, expected one record per line"
+                bad(DataError(f"{where}: {found}"), where, number)
+                while raw and not raw.endswith(b"\n"):
+                    raw = read(MAX_LINE)
+                continue
+            try:
+                line = _decode(raw, where).strip()
+            except DataError as error:
+                bad(error, where, number)
+                continue
             if line:
-                yield number, _valid(parse_json(line, where, ", expected one object per line"), line, where)
+                yield number, line, where
+
+
+def _begins_a_list(path: Path) -> bool:
+    """Whether a packed .json file holds one list. Most hold lines."""
+    try:
+        with explain_read(path), open_unpacked(path) as file:
+            return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except (EOFError, zlib.error):
+        return False  # the reader of lines says what is broken
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -141,9 +240,8 @@ def _valid(value: Any, text: str, where: str) -> Any:
     return value
 
 
-def _json_list(path: Path) -> Iterable[Any]:
-    _require_file(path)
-    with explain_read(path), open_regular(path) as file:
+def _json_list(path: Path, bad: Bad = stop) -> Iterator[tuple[int, Any]]:
+    with explain_read(path), open_unpacked(path) as file:
         raw = file.read(MAX_JSON + 1)
     if len(raw) > MAX_JSON:
         raise DataError(f"{path}: holds more than {MAX_JSON} bytes, expected one record per line in a .jsonl file")
@@ -153,4 +251,9 @@ def _json_list(path: Path) -> Iterable[Any]:
         raise DataError(
             f"{path}: found {kind(value)}, expected a JSON list of records (one object per line belongs in .jsonl)"
         )
-    return (_valid(record, text, f"{path}: record {n}") for n, record in enumerate(value, 1))
+    for number, record in enumerate(value, 1):
+        where = f"{path}: record {number}"
+        try:
+            yield number, _valid(record, text, where)
+        except DataError as error:
+            bad(error, where, number)

@@ -28,7 +28,7 @@ from headstart.heads.files import explain_read, is_file, require_regular, sha256
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 #: Spec-Bench's other five tasks
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
+SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".tsv", ".txt")
 
 
 class Prompts(list[Prompt]):
@@ -80,7 +80,7 @@ def eval_sources(data: Any) -> list[EvalSource]:
 
 def _source(item: Any, where: str) -> EvalSource:
     if isinstance(item, dict):
-        known = {f.name for f in fields(SourceConfig)} - {"format", "columns"}
+        known = {f.name for f in fields(SourceConfig)} - {"format", "columns", "on_bad"}
         if unknown := sorted(set(item) - known):
             raise ConfigError(f"{where}: unknown key {unknown[0]!r}, expected some of {', '.join(sorted(known))}")
         config = SourceConfig(**{"split": "test", **item})
@@ -118,7 +118,8 @@ def describe_data(data: Any) -> dict[str, Any]:
             parts.append({"path": str(source.path), "sha256": sha256_file(source.path)})
         else:
             assert source.dataset is not None
-            parts.append({k: v for k, v in asdict(source.dataset).items() if v is not None and k != "format"})
+            settings = asdict(source.dataset).items()
+            parts.append({k: v for k, v in settings if v is not None and k not in ("format", "on_bad")})
     if len(parts) == 1 and "sha256" in parts[0]:
         return parts[0]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.config import SourceConfig
-from headstart.data.sources import source_path
+from headstart.data.sources import source_files
 from headstart.heads.files import explain_read, json_text, read_json, sha256_file
 from headstart.heads.formats.sidecar import ADDED, SIDECAR, seal
 from headstart.heads.targets.target import TargetConfig
@@ -34,10 +34,15 @@ def of_saved_head(directory: Path) -> str:
 
 
 def of_source(source: SourceConfig) -> dict[str, Any]:
-    """A data source: its settings and the digest of its file."""
+    """A data source: its settings and the digest of its files."""
     values = {name: value for name, value in dataclasses.asdict(source).items() if value is not None}
+    if source.on_bad == "stop":
+        del values["on_bad"]  # runs made before this setting have no value of it
     if source.path is not None:
-        values["sha256"] = of_file(source_path(source.path))
+        files = source_files(source.path)
+        digests = [of_file(file) for file in files]
+        several = "".join(f"{file.name} {digest}\n" for file, digest in zip(files, digests, strict=True))
+        values["sha256"] = digests[0] if len(files) == 1 else hashlib.sha256(several.encode()).hexdigest()[:16]
     return values
 
 

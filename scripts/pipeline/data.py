@@ -32,7 +32,7 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
         run.prepared = data = tokenise(
             recipe.data, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks
         )
-        for line in data.report.lines():
+        for line in [*data.report.lines(), *data.rejects.lines()]:
             say(f"data: {line}")
         if recipe.data.supervise == "all":
             say("data: data.supervise=all: every token of these trains, prompts too")
@@ -51,11 +51,14 @@ def trained_samples(run: Run) -> list[Sample]:
 
 
 def save_data_report(run: Run) -> None:
-    """Write data/report.json, and data/held_out.jsonl with the prompts that an evaluation decodes."""
+    """Write data/report.json, data/held_out.jsonl with the prompts that an evaluation decodes, and data/rejects.jsonl
+    with the rows that were left out, if any."""
     data = prepare(run)
     held = data.held_out_report
     report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
-    write_json(run.dir / "data" / "report.json", {**report, "split": data.split.as_dict()})
+    rejected = {"rejected": dict(data.rejects.counts)} if data.rejects.counts else {}
+    write_json(run.dir / "data" / "report.json", {**report, "split": data.split.as_dict(), **rejected})
+    data.rejects.write(run.dir / "data" / "rejects.jsonl")
     records = [
         {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}
         for sample in held_out_prompts(data)

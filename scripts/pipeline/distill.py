@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.data import distill as distillation
+from headstart.data.rejects import Rejects
 from headstart.data.sources import read_prompts
 from headstart.eval.decoding.generation import EngineGenerator
 from headstart.pipeline.inputs import answered
@@ -38,12 +39,16 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
     if "train" in run.ahead:
         require_decoding(target, run.feature_spec(), recipe.export.force)
     data, generator = recipe.data, None
-    prompts = read_prompts(data.distill.prompts)
+    rejects = Rejects()
+    prompts = read_prompts(data.distill.prompts, rejects=rejects)
+    for line in rejects.lines():
+        run.console.say(f"distill: {line}")
     # captured cycles need a GPU, and one that holds the whole target
     if target.device.type == "cuda" and recipe.target.parallel != "device_map":
         generator = EngineGenerator(target, data.distill)
     done = total = 0
     run.claim(begin)
+    rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
     with run.console.progress("distill", "answers") as advance:
 
         def progress(count: int, out_of: int, message: str) -> None:

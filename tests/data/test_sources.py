@@ -159,8 +159,9 @@ def test_bad_files(tmp_path):
         load(tmp_path / "lines.json")
     with pytest.raises(DataError, match=r"missing.jsonl: no such file, expected a .jsonl"):
         load(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match="a directory"):
-        load(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: it is a directory, expected a regular file, or a folder with files of"):
+        load(tmp_path / "empty")
 
 
 DEEP = "[" * 100_000

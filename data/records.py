@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart.data.harmony import from_harmony, is_harmony
 from headstart.data.media import media_of
 from headstart.data.messages import (
     EMPTY,
@@ -138,7 +139,8 @@ def parse_record(
     layout = _layout(record, where) if layout == "auto" else layout
     if layout in REQUEST:
         record, raw = read_request(record, layout, where)
-        used, asks = (), "last"
+        used: tuple[str, ...] = ()
+        asks = "last"
     else:
         raw, used, asks = _messages(record, layout, where)
     messages = _with_system([read_message(m, place) for m, place in raw], record, where)
@@ -204,16 +206,17 @@ def _messages(
         return [], (), "last"
     if layout in ("messages", "sharegpt"):
         key = LAYOUTS[layout]
-        return [(m, f"{where}: {key}[{i}]") for i, m in enumerate(_list(record, key, where))], (key,), "last"
+        raw = [(m, f"{where}: {key}[{i}]") for i, m in enumerate(_list(record, key, where))]
+        return from_harmony(raw) if is_harmony([m for m, _ in raw]) else raw, (key,), "last"
     # MT-bench's dataset keeps its turns under the name prompt
     if layout == "turns" or (layout == "prompt" and isinstance(record.get("prompt"), list)):
         places = [(turn, f"{where}: {layout}[{i}]") for i, turn in enumerate(_list(record, layout, where))]
         return [({"role": "user", "content": read_text(t, place)}, place) for t, place in places], (layout,), "each"
     if layout == "instruction":
-        key = next((key for key in ("output", "response") if record.get(key) not in EMPTY), None)
-        asked = ({"role": "user", "content": _question(record, layout, where)}, where)
-        answers = [({"role": "assistant", "content": read_text(record[key], f"{where}: {key}")}, where)] if key else []
-        return [asked, *answers], (layout, "input", *([key] if key else [])), "last"
+        answered = [name for name in ("output", "response") if record.get(name) not in EMPTY][:1]
+        said = [("user", _question(record, layout, where))]
+        said += [("assistant", read_text(record[name], f"{where}: {name}")) for name in answered]
+        return [({"role": r, "content": text}, where) for r, text in said], (layout, "input", *answered), "last"
     if layout not in ("prompt_response", "input_output"):
         return [({"role": "user", "content": _question(record, layout, where)}, where)], (layout,), "last"
     first = "prompt" if layout == "prompt_response" else "input"

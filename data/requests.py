@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from headstart.data.harmony import Raw, merge_answers
 from headstart.data.messages import EMPTY, Where, kind, quote
 from headstart.heads.errors import DataError
 from headstart.heads.files import parse_json
 
-#: a message as it stands in the record, and its place for error messages
-Raw = tuple[Any, Where]
 #: field of the record that holds the request, by layout
 REQUEST = {"request": "request", "batch": "body"}
 #: fields of a request that reach the chat template beside the messages
@@ -116,15 +115,8 @@ def _items(items: Any, where: Where) -> list[Raw]:
         place = f"{where}[{number}]"
         if not isinstance(item, dict):
             raise DataError(f"{place}: found {kind(item)}, expected an object")
-        message = _item(item, place)
-        before = made[-1][0] if made else {}
-        if message.get("role") == before.get("role") == "assistant" and not message.keys() & (before.keys() - {"role"}):
-            made[-1] = ({**before, **message}, made[-1][1])
-        elif "tool_calls" in message and before.get("tool_calls"):
-            before["tool_calls"] += message["tool_calls"]
-        else:
-            made.append((message, place))
-    return made
+        made.append((_item(item, place), place))
+    return merge_answers(made)
 
 
 def _item(item: dict[str, Any], where: Where) -> dict[str, Any]:
@@ -137,7 +129,7 @@ def _item(item: dict[str, Any], where: Where) -> dict[str, Any]:
         texts = [part.get("text") if isinstance(part, dict) else None for part in listed]
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{where}: found thoughts that are not text, expected content or summary with text")
-        return {"role": "assistant"} | ({"reasoning_content": "".join(texts)} if texts else {})
+        return {"role": "assistant"} | ({"reasoning_content": "".join(map(str, texts))} if texts else {})
     if what == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
         return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}

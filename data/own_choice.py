@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from headstart.data.features import extract
 from headstart.data.samples import Sample
@@ -69,20 +70,27 @@ class OwnChoice:
         return {"own": self.own, "tokens": self.tokens, "share": self.share, "foreign": self.foreign}
 
 
-def own_choice(batch: FeatureBatch) -> OwnChoice:
-    """Count the answers of one pack, whose anchors are all there. 0 tokens where the target did not run.
+def answer_choices(batch: FeatureBatch) -> tuple[Tensor, Tensor]:
+    """(what the data says, what the target chooses), int64, at the rows of answers that are supervised at depth 1.
 
     An anchor at row t is supervised at depth 1: its label is token t + 2, its teacher the target's choice after t + 1.
+    Both are empty where the target did not run. Args: batch: a pack with all its anchors.
     """
     choice_A = batch.teacher_argmax_A
-    if choice_A is None or not len(choice_A):
-        return OwnChoice()
+    if choice_A is None:
+        return batch.tokens_R[:0], batch.tokens_R[:0]
     label_A = batch.anchors.row_A + 2
-    same_A = batch.tokens_R[label_A] == choice_A
     if batch.answer_R is not None:  # prompts are supervised too, and nobody expects the target to have written them
         turn_A = batch.answer_R[label_A]
-        same_A = same_A[(turn_A >= 0) & (turn_A == batch.answer_R[label_A - 1])]
-    return OwnChoice(int(same_A.sum()), len(same_A))
+        on_A = (turn_A >= 0) & (turn_A == batch.answer_R[label_A - 1])
+        label_A, choice_A = label_A[on_A], choice_A[on_A]
+    return batch.tokens_R[label_A], choice_A
+
+
+def own_choice(batch: FeatureBatch) -> OwnChoice:
+    """Count the answers of one pack, whose anchors are all there. 0 tokens where the target did not run."""
+    said_A, choice_A = answer_choices(batch)
+    return OwnChoice(int((said_A == choice_A).sum()), len(said_A))
 
 
 def own_choice_of(

@@ -23,6 +23,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
+from headstart.heads.vocab import check_vocab_size, most_tokens
 
 #: most depths or layers, and the largest width: a recipe or a file cannot make a head that fills all memory
 MAX_LAYERS, MAX_SIZE = 64, 1 << 24
@@ -83,8 +84,25 @@ class HeadConfig:
             return self
         return self.with_placeholder(token)
 
+    @property
+    def vocabulary_share(self) -> float | None:
+        """Share of the target's choices that the draft vocabulary must hold; None where the config says its size."""
+        size = getattr(self, "draft_vocab_size", 0)
+        return size if isinstance(size, float) else None
+
+    def draft_tokens(self, vocab_size: int) -> int:
+        """Tokens that the head can draft, of the target's `vocab_size`; where a share decides, the most it can be."""
+        size = getattr(self, "draft_vocab_size", 0)
+        return most_tokens(vocab_size) if isinstance(size, float) else size or vocab_size
+
+    def with_vocabulary(self, size: int) -> Self:
+        """The same config with this many tokens in the draft vocabulary, where a share was to decide."""
+        changes: dict[str, Any] = {} if self.vocabulary_share is None else {"draft_vocab_size": size}
+        return replace(self, **changes)
+
     def check(self) -> None:
         """Raises: ConfigError for values out of their limits, which a saved head could not be read back with."""
+        check_vocab_size(getattr(self, "draft_vocab_size", 0))
         for name, found, most in self.beyond_limits():
             raise ConfigError(f"head.{name}: found {found}, expected 1 to {most}")
         if not 0 <= self.depth_decay < math.inf:

@@ -127,6 +127,11 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
             "joint training: head activations include what the second stage keeps of the target; hours are the mean of "
             "both stages"
         )
+    if (share := recipe.head.vocabulary_share) is not None:
+        notes.append(
+            f"head.draft_vocab_size={share:g} is a share of the target's choices: the data decides the size, which is "
+            f"known when training begins; planned with the most it can be, {head.draft_vocab_size:,} tokens"
+        )
     if note := drawn_note(head, layout):
         notes.append(note)
     if note := idle_note(recipe.train.accumulation, layout.ranks):

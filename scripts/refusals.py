@@ -51,7 +51,7 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
     dims, config = (target.dims, recipe.head) if recipe.start_from is None else _started(recipe, target.dims)
     config, _ = settle(config, target.tokenizer, target.dims.vocab_size, target.stop_token_ids)
     with torch.device("meta"):
-        head = build_head(config, dims)
+        head = build_head(config.with_vocabulary(config.draft_tokens(dims.vocab_size)), dims)
     target.check_layer_ids(head.spec.layer_ids)
     head.bind(target.ends)
     return head

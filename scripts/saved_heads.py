@@ -153,6 +153,7 @@ def untrained_head(config: HeadConfig | None, target: Target) -> Head:
     config, _ = settle(config, target.tokenizer, target.dims.vocab_size, target.stop_token_ids)
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(0)
+        config = config.with_vocabulary(config.draft_tokens(target.dims.vocab_size))
         head = build_head(config, target.dims).to(target.device, target.dtype)
         size = head.draft_vocab_size
         head.initialise(target.ends, None if size is None else torch.arange(size, device=target.device))

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from headstart.data.features import FeatureSource
 from headstart.data.packing import make_packs
 from headstart.data.prepare import PreparedData
-from headstart.data.samples import token_counts
 from headstart.eval.measuring.benchmark import tau_probe
-from headstart.heads import vocab
 from headstart.heads.base import Head
 from headstart.heads.errors import Terminated
 from headstart.heads.families import build_head
@@ -19,6 +18,7 @@ from headstart.heads.formats import save_head
 from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.provenance import provenance
 from headstart.pipeline.data import first_prompt, held_out_prompts, prepare, save_data_report, trained_samples
+from headstart.pipeline.draft_vocab import choose_vocabulary, keep_vocabulary
 from headstart.pipeline.features import feature_source, store_features
 from headstart.pipeline.inputs import lasting
 from headstart.pipeline.joint import save_adapter_of, trained_head
@@ -74,20 +74,24 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
 
     Args: begin: called when nothing can be refused any more, before the first training step.
     """
-    data, head = prepare(run), fresh_head(run)
-    require_decoding(run.target, head.spec, run.recipe.export.force)
+    data = prepare(run)
+    require_decoding(run.target, run.feature_spec(), run.recipe.export.force)
+    head, features = head_and_features(run)
     with trained_head(run, head) as training:
-        return _train(run, data, head, training, accelerator, watch, begin)
+        return _train(run, data, head, training, features, accelerator, watch, begin)
 
 
 def _train(
-    run: Run, data: PreparedData, head: Head, training: Head, accelerator: Any, watch: Any, begin: Begin
-) -> dict[str, Any]:
-    """Train `training`: `head`, alone or with an adapter; then save both."""
+    run: Run, data: PreparedData, head: Head, training: Head, features: FeatureSource | None, accelerator: Any,
+    watch: Any, begin: Begin,
+) -> dict[str, Any]:  # fmt: skip
+    """Train `training`: `head`, alone or with an adapter; then save both. Args: features: of training, if made."""
     recipe, target = run.recipe, run.target
     main = accelerator is None or accelerator.is_main_process
     samples = trained_samples(run)
-    source = feature_source(run, samples, "train", training, training.depth)
+    source = features
+    if source is None:
+        source = feature_source(run, samples, "train", training, training.depth)
     _say_coverage(run, training, source)
     origin = {**provenance(target.device), "recipe": run.inputs.recipe_facts(), "target": target.fingerprint()}
     validator = _validator(run, data, training, accelerator)
@@ -95,6 +99,7 @@ def _train(
     if main:
         save_data_report(run)
         keep_placeholder(run, head.config)
+        keep_vocabulary(run, head)
     supervised = [sample.supervised for sample in samples]
     result = loop.train(
         training,
@@ -121,27 +126,31 @@ def _train(
 
 def fresh_head(run: Run) -> Head:
     """The head as training starts: that of `start_from`, or a new one. Its draft vocabulary comes from the data."""
+    return head_and_features(run)[0]
+
+
+def head_and_features(run: Run) -> tuple[Head, FeatureSource | None]:
+    """`fresh_head`, and the features of training where the choice of a draft vocabulary has made them already."""
     target, config, say = run.target, run.recipe.head, run.console.say
-    torch.manual_seed(run.recipe.seed)
     if run.recipe.start_from is not None:
+        torch.manual_seed(run.recipe.seed)
         say(f"training goes on from {run.recipe.start_from}")
         head = continued_head(run.recipe.start_from, config, target)
         settled_config(run, head.config)  # the data must not hold its placeholder
         target.keep_rows(head.draft_ids_U)
-        return head
-    head = build_head(settled_config(run, config), target.dims)
-    size, draft_ids_U = head.draft_vocab_size, None
-    if size is not None:
-        count_V = token_counts(prepare(run).train, target.dims.vocab_size)
-        draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
-        covered = vocab.coverage(count_V, draft_ids_U)
-        share = f"{size} of {target.dims.vocab_size} tokens, {covered:.1%} of those that the data's answers hold"
-        say(f"draft vocabulary: {share}")
-    head = head.to(target.device)
+        return head, None
+    config, draft_ids_U, source = settled_config(run, config), None, None
+    with torch.device("meta"):
+        sketch = build_head(config, target.dims)
+    if sketch.draft_vocab_size is not None:
+        ids, source = choose_vocabulary(run, config, sketch)
+        draft_ids_U, config = torch.tensor(ids), config.with_vocabulary(len(ids))
+    torch.manual_seed(run.recipe.seed)
+    head = build_head(config, target.dims).to(target.device)
     head.initialise(target.ends, draft_ids_U)
     target.keep_rows(head.draft_ids_U)
     head.bind(target.ends)
-    return head
+    return head, source
 
 
 def _say_coverage(run: Run, head: Head, source: Any) -> None:
@@ -150,12 +159,13 @@ def _say_coverage(run: Run, head: Head, source: Any) -> None:
     """
     if run.target.lockstep or head.spec.tokens_alone:
         return
-    found = measure_coverage(head, source, run.recipe.seed)
+    found = measure_coverage(head, source, run.recipe.seed, run.target.teacher)
     if found.rows and head.draft_ids_U is not None:
         covered = found.inside / found.rows
         share = f"{covered:.1%} of {found.rows} supervised rows of some training samples"
         more = "" if covered >= 0.9 else "; a larger head.draft_vocab_size lets more rows train"
-        run.console.say(f"draft vocabulary: it holds the right token on {share}; other rows do not train{more}")
+        kept = f", and {found.mass / found.rows:.1%} of the target's probability" if found.mass else ""
+        run.console.say(f"draft vocabulary: it holds the right token on {share}{kept}; other rows do not train{more}")
     if found.own.tokens:
         run.console.say(f"data: {found.own.line()}")
 

@@ -81,8 +81,9 @@ class BlockConfig(HeadConfig):
     #: Layers of the target whose inputs the head reads, as indices of hidden_states; null spreads as many as the head
     #: has layers (three at least) evenly from 2 to L - 2 of L layers.
     feature_layers: list[int] | None = None
-    #: Tokens that the head can draft (U). 0 or the target's vocabulary size lets it draft all.
-    draft_vocab_size: int = 0
+    #: Tokens that the head can draft (U): a whole number, or a share of the target's choices that the smallest
+    #: vocabulary must hold (0.99). 0 or the target's vocabulary size lets it draft all.
+    draft_vocab_size: int | float = 0
     #: Token that stands in the slots of a block but the first. null takes a reserved token of the target's tokenizer.
     mask_token_id: int | None = None
     #: Whether the first slot, which holds the last committed token, drafts too (anchor-first layout).
@@ -147,7 +148,7 @@ class BlockHead(Corrected, AddsGradients):
             )
         if config.weighting not in WEIGHTINGS:
             raise ConfigError(f"head.weighting: found {config.weighting!r}, expected one of {', '.join(WEIGHTINGS)}")
-        size = config.draft_vocab_size or dims.vocab_size
+        size = config.draft_tokens(dims.vocab_size)
         if not 0 < size <= dims.vocab_size:
             raise ConfigError(
                 f"head.draft_vocab_size: found {size}, expected at most the target's vocabulary of {dims.vocab_size}"

@@ -47,7 +47,7 @@ class Selector(nn.Module):
 
     def __init__(self, config: DFlash2Config, dims: HeadDims):
         super().__init__()
-        rank, size = config.selector_rank, config.draft_vocab_size or dims.vocab_size
+        rank, size = config.selector_rank, config.draft_tokens(dims.vocab_size)
         self.predecessor_codebook = nn.Parameter(torch.empty(dims.vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(size, rank))  # training starts from the base logits
         self.hidden_projection = nn.Linear(dims.hidden_size, rank, bias=False)
@@ -74,7 +74,7 @@ class DFlash2Head(BlockHead):
         super().__init__(config, dims)
         if not 1 <= config.conv_taps <= self.block_size:
             raise ConfigError(f"head.conv_taps: found {config.conv_taps}, expected 1 to {self.block_size} (the block)")
-        if not 1 < config.selector_candidates <= (config.draft_vocab_size or dims.vocab_size):
+        if not 1 < config.selector_candidates <= config.draft_tokens(dims.vocab_size):
             raise ConfigError(
                 f"head.selector_candidates: found {config.selector_candidates}, expected 2 or more of the tokens that "
                 "the head can draft"

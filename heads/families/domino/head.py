@@ -86,7 +86,7 @@ class DominoHead(BlockHead):
             )
         if not 0 <= config.base_weight <= 1:
             raise ConfigError(f"head.base_weight: found {config.base_weight}, expected a share from 0 to 1")
-        rank, size = config.correction_rank, config.draft_vocab_size or dims.vocab_size
+        rank, size = config.correction_rank, config.draft_tokens(dims.vocab_size)
         self.prefix_gru = PrefixGRU(dims.hidden_size, config.gru_size)
         down = nn.Linear(dims.hidden_size + config.gru_size, rank, bias=False)
         self.embed_proj = nn.Sequential(down, nn.SiLU(), nn.Linear(rank, size, bias=False))

@@ -54,7 +54,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DSparkConfig, dims: HeadDims):
         super().__init__()
-        rank, size = config.markov_rank, config.draft_vocab_size or dims.vocab_size
+        rank, size = config.markov_rank, config.draft_tokens(dims.vocab_size)
         self.kind = config.markov_head
         self.markov_w1 = nn.Embedding(dims.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, size, bias=False)

@@ -55,8 +55,9 @@ class Eagle3Config(AutoregressiveConfig):
     loss: str = "soft_ce"
     #: Three layers whose inputs the head reads, as indices of hidden_states; null takes [2, L//2, L-3] of L layers.
     feature_layers: list[int] | None = None
-    #: Tokens that the head can draft (U). 0 or the target's vocabulary size lets it draft all.
-    draft_vocab_size: int = 32000
+    #: Tokens that the head can draft (U): a whole number, or a share of the target's choices that the smallest
+    #: vocabulary must hold (0.99). 0 or the target's vocabulary size lets it draft all.
+    draft_vocab_size: int | float = 32000
     #: Hidden size of the head (H); null takes the target's. Any other size needs embeddings of its own.
     hidden_size: int | None = None
     #: Width of the MLP; null takes the target's.
@@ -109,7 +110,7 @@ class Eagle3Head(AutoregressiveHead):
         super().__init__(config, dims)
         self.feature_layers = self._feature_layers()
         hidden = config.hidden_size or dims.hidden_size
-        size = config.draft_vocab_size or dims.vocab_size
+        size = config.draft_tokens(dims.vocab_size)
         if not 0 < size <= dims.vocab_size:
             raise ConfigError(
                 f"head.draft_vocab_size: found {size}, expected at most the target's vocabulary of {dims.vocab_size}"

@@ -1,0 +1,84 @@
+"""How often the target chooses each token on the rows that may train: what a draft vocabulary is chosen from.
+
+Every row of an answer that is supervised at depth 1 has one vote (the first token of an answer is not drafted, so it
+has none). The vote goes to the target's greedy choice where the target was asked, and to the data's token elsewhere.
+
+Letters: A anchors (supervised rows), V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.data.features import FeatureSource, groups_within
+from headstart.data.own_choice import answer_choices
+from headstart.data.samples import Sample, check_vocabulary
+
+#: of features that are made live, the target is asked about one token in so many, but about LEAST at least and MOST at
+#: most: it costs less than a twentieth of an epoch's passes
+PART, LEAST, MOST = 20, 4096, 1 << 18
+#: rows of a pack that is asked about
+PACK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Votes:
+    """Attributes:
+        count_V: int64 [V], votes for each token.
+        rows: votes in all. asked: those of them that are the target's choice.
+    """
+
+    count_V: Tensor
+    rows: int
+    asked: int
+
+
+def count_votes(
+    samples: Sequence[Sample], source: FeatureSource | None, live: bool, vocab_size: int, seed: int
+) -> Votes:
+    """Count the votes of all samples.
+
+    Args:
+        source: of these samples' features; None where the target cannot be asked.
+        live: the source runs the target, so it is asked about random samples alone, which the seed chooses.
+    Raises: DataError when a token id lies outside the vocabulary.
+    """
+    check_vocabulary(samples, vocab_size)
+    chosen = [] if source is None else _chosen([len(sample) for sample in samples], live, seed)
+    count_V, asked = torch.zeros(vocab_size, dtype=torch.int64), 0
+    for group in groups_within([len(samples[i]) for i in chosen], PACK_TOKENS):
+        assert source is not None
+        _, choice_A = answer_choices(source.get([chosen[i] for i in group]))
+        count_V += torch.bincount(choice_A.cpu(), minlength=vocab_size)
+        asked += len(choice_A)
+    others = set(range(len(samples))).difference(chosen)
+    tokens = [drafted_tokens(samples[i]) for i in sorted(others)]
+    if tokens:
+        joined = np.concatenate(tokens)
+        count_V += torch.from_numpy(np.bincount(joined, minlength=vocab_size))
+    return Votes(count_V, int(count_V.sum()), asked)
+
+
+def _chosen(lengths: Sequence[int], live: bool, seed: int) -> list[int]:
+    """Indices of the samples that the target is asked about, ascending."""
+    if not live:
+        return list(range(len(lengths)))
+    budget = min(max(sum(lengths) // PART, LEAST), MOST)
+    chosen: list[int] = []
+    for index in np.random.default_rng(seed).permutation(len(lengths)).tolist():
+        if budget <= 0:
+            break
+        chosen.append(index)
+        budget -= lengths[index]
+    return sorted(chosen)
+
+
+def drafted_tokens(sample: Sample) -> np.ndarray:
+    """The tokens of answers that can be drafts, int32: all but the first of every turn."""
+    turns = sample.turn_ids if sample.answer_ids is None else sample.answer_ids
+    return sample.token_ids[1:][(turns[1:] >= 0) & (turns[1:] == turns[:-1])]

@@ -1,8 +1,8 @@
 """How many supervised rows carry a loss under a draft vocabulary.
 
 A row carries a loss only if the right token is in the vocabulary: the target's choice, or the data's token for a head
-that learns that. The vocabulary holds the most frequent tokens of the data, and the target may choose others: the less
-the data looks like the target's own answers, the more rows are lost.
+that learns that. The vocabulary holds what the target chooses most often, so rows of rare choices are lost; of a head
+that learns the data's tokens, the more the less the data looks like the target's own answers.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def kept_mass(hidden_AD: Tensor, teacher: Teacher, draft_ids_U: Tensor) -> float
 def untrained(head: Head, rows: int) -> TrainingError:
     """The error for `rows` supervised rows none of which carries a loss."""
     return TrainingError(
-        f"none of {rows} supervised rows trains: the right tokens there are not in the draft vocabulary, which "
-        "holds the most frequent tokens of the data. Raise head.draft_vocab_size "
+        f"none of {rows} supervised rows trains: the right tokens there are not in the draft vocabulary. Raise "
+        "head.draft_vocab_size "
         f"(found {head.draft_vocab_size}; 0 = all of the target's tokens), or let the target answer the prompts itself "
         "(data.distill.prompts)"
     )

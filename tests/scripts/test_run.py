@@ -42,7 +42,7 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     assert first.json["eval"]["greedy_identity"]["identical"] == first.json["eval"]["greedy_identity"]["sequences"] == 2
 
     assert "draft vocabulary: it holds the right token on " in first.err
-    assert "; a larger head.draft_vocab_size lets more rows train" in first.err  # 64 of 259 tokens
+    assert "; a larger head.draft_vocab_size" not in first.err  # 64 of 259 tokens, but those that the target chooses
     assert "answer tokens are the target's own greedy choice" in first.err
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records for name in record}

@@ -58,6 +58,12 @@ def test_it_holds_what_the_target_chooses_however_the_features_are_made(recipe: 
     assert "of the target's probability; other rows do not train" in done.err
 
 
+def test_a_small_vocabulary_is_told_what_it_costs(recipe: Path, headstart: Callable) -> None:
+    done = headstart("train", recipe, *ONLY_FILES, "head.draft_vocab_size=3")
+    assert done.code == 0, done.err
+    assert "; a larger head.draft_vocab_size lets more rows train" in done.err
+
+
 def test_a_share_decides_the_size_and_a_second_run_keeps_the_ids(recipe: Path, headstart: Callable) -> None:
     run = opened(recipe, SHARE)
     votes, stop = votes_of(run), set(run.target.stop_token_ids)

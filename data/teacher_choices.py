@@ -17,7 +17,9 @@ from torch import Tensor
 
 from headstart.data.features import FeatureSource, groups_within
 from headstart.data.own_choice import answer_choices
+from headstart.data.prepare import ALONE, Ranks
 from headstart.data.samples import Sample, check_vocabulary
+from headstart.heads.batch import FeatureBatch
 
 #: of features that are made live, the target is asked about one token in so many, but about LEAST at least and MOST at
 #: most: it costs less than a twentieth of an epoch's passes
@@ -39,29 +41,46 @@ class Votes:
 
 
 def count_votes(
-    samples: Sequence[Sample], source: FeatureSource | None, live: bool, vocab_size: int, seed: int
+    samples: Sequence[Sample],
+    source: FeatureSource | None,
+    live: bool,
+    vocab_size: int,
+    seed: int,
+    ranks: Ranks = ALONE,
 ) -> Votes:
     """Count the votes of all samples.
 
     Args:
+        ranks: processes that count together and share the work; all get the same result.
         source: of these samples' features; None where the target cannot be asked.
         live: the source runs the target, so it is asked about random samples alone, which the seed chooses.
     Raises: DataError when a token id lies outside the vocabulary.
     """
     check_vocabulary(samples, vocab_size)
     chosen = [] if source is None else _chosen([len(sample) for sample in samples], live, seed)
-    count_V, asked = torch.zeros(vocab_size, dtype=torch.int64), 0
-    for group in groups_within([len(samples[i]) for i in chosen], PACK_TOKENS):
+    count_V = torch.zeros(vocab_size, dtype=torch.int64)
+    packs = [[chosen[i] for i in group] for group in groups_within([len(samples[i]) for i in chosen], PACK_TOKENS)]
+    for first in range(0, len(packs), ranks.size):
         assert source is not None
-        _, choice_A = answer_choices(source.get([chosen[i] for i in group]))
-        count_V += torch.bincount(choice_A.cpu(), minlength=vocab_size)
-        asked += len(choice_A)
+        batch = _read(source, packs[first : first + ranks.size], ranks.rank)
+        if batch is not None:
+            count_V += torch.bincount(answer_choices(batch)[1].cpu(), minlength=vocab_size)
+    if ranks.size > 1:
+        count_V = torch.from_numpy(np.sum(ranks.gather(count_V.numpy()), axis=0))
+    asked = int(count_V.sum())
     others = set(range(len(samples))).difference(chosen)
     tokens = [drafted_tokens(samples[i]) for i in sorted(others)]
     if tokens:
         joined = np.concatenate(tokens)
         count_V += torch.from_numpy(np.bincount(joined, minlength=vocab_size))
     return Votes(count_V, int(count_V.sum()), asked)
+
+
+def _read(source: FeatureSource, packs: Sequence[Sequence[int]], rank: int) -> FeatureBatch | None:
+    """Of one pack per rank, this rank's; None if there are fewer."""
+    if source.lockstep:
+        return source.get_together(packs, rank)
+    return source.get(packs[rank]) if rank < len(packs) else None
 
 
 def _chosen(lengths: Sequence[int], live: bool, seed: int) -> list[int]:

@@ -18,7 +18,7 @@ from headstart.heads.targets.target import Target
 from headstart.pipeline.data import prepare, trained_samples
 from headstart.pipeline.features import feature_source
 from headstart.pipeline.run import Run
-from headstart.train.sharing.distributed import from_main
+from headstart.train.sharing.distributed import all_ranks, from_main
 
 
 def choose_vocabulary(run: Run, config: HeadConfig, sketch: Head) -> tuple[list[int], FeatureSource | None]:
@@ -50,15 +50,15 @@ def _chosen(run: Run, config: HeadConfig, sketch: Head) -> tuple[list[int], Feat
         return vocab.choose_draft_vocab(count_V, size, target.stop_token_ids).tolist(), None
     samples, kind = trained_samples(run), run.recipe.data.features
     source: FeatureSource | None = None
-    if (kind == "stored" or not target.lockstep) and not sketch.spec.tokens_alone:
+    if not sketch.spec.tokens_alone:
         source = feature_source(run, samples, "train", sketch, sketch.depth)
-    votes = count_votes(samples, source, kind == "online", whole, run.recipe.seed)
+    votes = count_votes(samples, source, kind == "online", whole, run.recipe.seed, all_ranks())
     always = forced_tokens(target, votes.count_V)
     if (share := config.vocabulary_share) is not None:
         size = vocab.size_for_share(votes.count_V, share, always)
     ids_U = vocab.choose_draft_vocab(votes.count_V, size, always)
     asked = f" for a share of {share:g}" if share is not None else ""
-    whose = "the target's choices" if votes.asked else "the data's tokens (the target, which is sharded, was not asked)"
+    whose = "the target's choices" if votes.asked else "the data's tokens"
     part = f" (the target was asked on {votes.asked} of them)" if 0 < votes.asked < votes.rows else ""
     run.console.say(
         f"draft vocabulary: {size} of {whole} tokens{asked}, {vocab.coverage(votes.count_V, ids_U):.2%} of {whose} on "

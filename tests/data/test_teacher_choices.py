@@ -10,6 +10,7 @@ import torch
 from headstart.data import teacher_choices
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
+from headstart.data.prepare import Ranks
 from headstart.data.samples import Sample, supervise_everything
 from headstart.data.teacher_choices import count_votes
 from headstart.heads.batch import FeatureSpec
@@ -74,3 +75,21 @@ def test_the_data_votes_where_the_target_cannot_be_asked(target: Target, random_
     assert as_counter(votes.count_V) == naive(target, samples, set()) and votes.asked == 0
     with pytest.raises(DataError, match="found token id"):
         count_votes(samples, None, True, 3, seed=0)
+
+
+def test_ranks_share_the_work_and_find_the_same(target: Target, random_samples, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(teacher_choices, "PACK_TOKENS", 24)
+    samples, size = random_samples([20, 9, 33, 14, 12], target.dims.vocab_size), target.dims.vocab_size
+    source = OnlineFeatures(target, samples, FeatureSpec(), 2)
+    alone, parts = count_votes(samples, source, True, size, 0), []
+
+    def gather(part):  # the first round collects what each rank found, the second gives it to all
+        parts.append(part)
+        return parts[:3]
+
+    for rank in range(3):
+        count_votes(samples, source, True, size, 0, Ranks(rank, 3, gather))
+    assert [int(part.sum()) > 0 for part in parts] == [True, True, True]
+    for rank in range(3):
+        votes = count_votes(samples, source, True, size, 0, Ranks(rank, 3, gather))
+        assert torch.equal(votes.count_V, alone.count_V) and votes.asked == alone.asked == alone.rows

@@ -98,7 +98,9 @@ def _kept(run: Run) -> list[int] | None:
 
 
 def _asked(run: Run) -> dict[str, Any]:
-    return {"size": getattr(run.recipe.head, "draft_vocab_size", 0), "data": run.inputs.data}
+    """What the choice depends on. Of a share, `size` is the most that it can lead to."""
+    config, whole = run.recipe.head, run.either_target.dims.vocab_size
+    return {"size": config.draft_tokens(whole), "share": config.vocabulary_share, "data": run.inputs.data}
 
 
 def _place(run: Run) -> Path:

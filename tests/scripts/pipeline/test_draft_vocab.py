@@ -89,11 +89,11 @@ def test_a_run_that_goes_on_keeps_its_vocabulary(recipe: Path) -> None:
     other, ids = chosen(recipe), list(range(64))
     assert other != ids
     place.parent.mkdir(parents=True)
-    place.write_text(json.dumps({"size": 64, "data": run.inputs.data, "ids": ids}))
+    place.write_text(json.dumps({"size": 64, "share": None, "data": run.inputs.data, "ids": ids}))
     assert chosen(recipe) == ids
     assert chosen(recipe, "head.draft_vocab_size=96") != list(range(96))  # another setting chooses anew
     assert chosen(recipe, "data.max_length=512") == other  # other data, too
-    place.write_text(json.dumps({"size": 64, "data": run.inputs.data, "ids": [5, 3]}))
+    place.write_text(json.dumps({"size": 64, "share": None, "data": run.inputs.data, "ids": [5, 3]}))
     assert chosen(recipe) == other
 
 

@@ -6,16 +6,17 @@ import glob
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from headstart.data.columns import map_columns
 from headstart.data.config import SourceConfig
 from headstart.data.hub import load_rows
+from headstart.data.json_lists import stream_list
 from headstart.data.messages import checked_json, kind
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, parse_record
@@ -29,8 +30,8 @@ T = TypeVar("T")
 TEXT = (".txt", ".text")
 KINDS = (".jsonl", ".ndjson", ".json", ".parquet", *SEPARATORS, *TEXT)
 
-#: most bytes of one line, and of a .json file (which is read whole)
-MAX_LINE, MAX_JSON = 1 << 27, 1 << 32
+#: most bytes of one record, and of a .json file that is read whole
+MAX_LINE, WHOLE_JSON = 1 << 27, 1 << 24
 
 
 def load_conversations(sources: Sequence[SourceConfig], rejects: Rejects | None = None) -> Iterator[Conversation]:
@@ -240,20 +241,39 @@ def _valid(value: Any, text: str, where: str) -> Any:
     return value
 
 
-def _json_list(path: Path, bad: Bad = stop) -> Iterator[tuple[int, Any]]:
-    with explain_read(path), open_unpacked(path) as file:
-        raw = file.read(MAX_JSON + 1)
-    if len(raw) > MAX_JSON:
-        raise DataError(f"{path}: holds more than {MAX_JSON} bytes, expected one record per line in a .jsonl file")
+def _json_list(path: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
+    """`(number from 1, record)` of a file that holds one list. Large ones are read a record at a time."""
+    with explain_read(path):
+        with open_unpacked(path) as file:
+            raw = _whole(file, path)
+        if raw is None:
+            with open_unpacked(path) as file:
+                yield from _valid_records(path, stream_list(file, str(path), MAX_LINE), bad)
+            return
     text = _decode(raw, str(path))
     value = parse_json(text, str(path), "; one record per line belongs in .jsonl", lines=True)
     if not isinstance(value, list):
         raise DataError(
             f"{path}: found {kind(value)}, expected a JSON list of records (one object per line belongs in .jsonl)"
         )
-    for number, record in enumerate(value, 1):
+    yield from _valid_records(path, ((record, text) for record in value), bad)
+
+
+def _whole(file: IO[bytes], path: Path) -> bytes | None:
+    """The content, or None where it is longer than WHOLE_JSON."""
+    try:
+        raw = file.read(WHOLE_JSON + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: broken gzip data ({error}): copy the file again") from error
+    return raw if len(raw) <= WHOLE_JSON else None
+
+
+def _valid_records(path: Path, records: Iterable[tuple[Any, str]], bad: Bad) -> Iterator[tuple[int, Any]]:
+    for number, (record, text) in enumerate(records, 1):
         where = f"{path}: record {number}"
         try:
-            yield number, _valid(record, text, where)
+            checked = _valid(record, text, where)
         except DataError as error:
             bad(error, where, number)
+            continue
+        yield number, checked

@@ -249,9 +249,9 @@ def test_lines_have_an_end(tmp_path, monkeypatch):
         file.write(b'{"prompt": "x"}\n' + b"0" * 1_000_000)
     with pytest.raises(DataError, match="zeros.jsonl.gz:2: found a line of more than 100 bytes"):
         load(tmp_path / "zeros.jsonl.gz")
-    monkeypatch.setattr(sources, "MAX_JSON", 10)
-    (tmp_path / "long.json").write_text('[{"prompt": "x"}]')
-    with pytest.raises(DataError, match="long.json: holds more than 10 bytes"):
+    monkeypatch.setattr(sources, "WHOLE_JSON", 10)
+    (tmp_path / "long.json").write_text('[{"prompt": "x"},\n{"prompt": "' + "x" * 3_000_000 + '"}]')
+    with pytest.raises(DataError, match="long.json:2: found a record of more than 100 characters"):
         load(tmp_path / "long.json")
 
 

@@ -12,6 +12,7 @@ from train_fakes import DIMS, FakeHead, FakeSource, make_documents, pairs_of, qu
 
 from headstart.heads.base import Loss
 from headstart.heads.batch import FeatureBatch
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import TrainingError
 from headstart.train import coverage, health
 from headstart.train.checkpoints.checkpoint import CheckpointStore
@@ -88,6 +89,18 @@ def test_coverage_is_measured_before_training():
     assert measure_coverage(PartHead(inside), source, seed=0)[:2] == (sum(x in inside for x in labels), len(labels))
     with pytest.raises(TrainingError, match=f"none of {len(labels)} supervised rows trains"):
         measure_coverage(PartHead(set()), source, seed=0)
+
+
+def test_the_probability_that_the_vocabulary_keeps_is_that_of_a_softmax(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coverage, "MASS_ROWS", 3)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(8, 6, generator=generator), torch.randn(20, 6, generator=generator)
+    ids = torch.tensor([0, 3, 4, 11, 19])
+    expected = (hidden.double() @ weight.double().T).softmax(-1)[:, ids].sum()
+    assert coverage.kept_mass(hidden, Teacher(weight), ids) == pytest.approx(float(expected), rel=1e-5)
+    softer = (torch.tanh(hidden.double() @ weight.double().T / 2) * 2).softmax(-1)[:, ids].sum()
+    assert coverage.kept_mass(hidden, Teacher(weight, softcap=2.0), ids) == pytest.approx(float(softer), rel=1e-5)
+    assert coverage.kept_mass(hidden, Teacher(weight), torch.arange(20)) == pytest.approx(8.0, rel=1e-5)
 
 
 def test_a_part_of_much_data_is_enough(monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,8 @@ SAMPLE_TOKENS = 4096
 #: fewer answer tokens say too little to advise anything
 ENOUGH_TOKENS = 64
 #: below this share the text is hardly the target's. SmolLM2-135M on its own greedy answers: 0.99 of 1,600 tokens; on
-#: its answers sampled at temperature 0.8: 0.56 … 0.60 (one of 16 below 0.5); on text and code of people: 0.36 … 0.40
+#: its answers sampled at temperature 0.8: 0.56 … 0.60 (one of 16 below 0.5), at temperature 1: 0.45; on text and code
+#: of people: 0.36 … 0.40
 FOREIGN = 0.5
 #: above this share the text is the target's, decoded greedily, but for ties and rounding
 GREEDY = 0.9
@@ -62,8 +63,8 @@ class OwnChoice:
         if not self.foreign:
             return f"{said}: it sampled these answers, or another model wrote them. If so, {remedy}"
         return (
-            f"WARNING: {said}, less than {FOREIGN:.0%}: another model or a person wrote these answers. Acceptance "
-            f"measured on them does not hold in decoding: {remedy}"
+            f"WARNING: {said}, less than {FOREIGN:.0%}: another model or a person wrote these answers, or they were "
+            f"sampled at a high temperature. Acceptance measured on them does not hold in decoding: {remedy}"
         )
 
     def as_dict(self) -> dict[str, Any]:

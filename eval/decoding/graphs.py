@@ -182,7 +182,6 @@ class _Captured:
         self.held = [tensor.clone() for tensor in loop.tensors()]
         self._before = [value.clone() for value in self.held]
         self._noise = loop.generator.get_state() if loop.generator is not None else None
-        self._pool = torch.cuda.graph_pool_handle()
         self.cycles: dict[CycleShape, _Cycle] = {}
         for shape in loop.scheduler.shapes():
             loop.take(shape)
@@ -245,7 +244,9 @@ class _Captured:
             return tables
 
         restore()
-        graph, (table, said) = capture(cycle, loop.engine.device, generators, self._pool, restore)
+        # they never run at the same time, so all share the first one's memory
+        pool = self.latest.graph.pool() if self.cycles else None
+        graph, (table, said) = capture(cycle, loop.engine.device, generators, pool, restore=restore)
         # code that is not ours may do part of its work on the host, which a replay repeats as it was
         if loop.engine.fused is None:
 

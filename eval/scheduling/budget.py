@@ -43,8 +43,8 @@ LONGER = 1.5
 
 
 def budget_for(drafter: Drafter, tree: TreeConfig) -> Budget:
-    """The scheduler of a drafter. Args: tree: the largest that it drafts; a method without a head drafts a chain."""
-    linear = tree.kind == "chain" or drafter.spec is None
+    """The scheduler of a drafter. Args: tree: the largest that it drafts."""
+    linear = tree.kind == "chain"
     return Budget(drafter, min(tree.depth, drafter.max_nodes) if linear else tree.depth, linear)
 
 

@@ -16,7 +16,7 @@ CHUNK = 1 << 20
 #: what may stand between two records
 BLANK = re.compile(r"[ \t\r\n]*")
 
-#: a number that a chunk cuts may go on with so many characters before its next digit is read (e+5)
+#: a chunk may end inside a number, up to so many characters before its next digit (e+5)
 NUMBER_PART = 3
 
 

@@ -272,8 +272,8 @@ class _Captured:
             end = self.ends[turn]
             end.synchronize()
             table, *said = running.hosts[turn]
-            # contexts are read before the second cycle after this one: that one's time says nothing
-            alone = number > refilled + 2
+            # of one shape no time matters, and contexts are read before the second cycle after places are refilled
+            alone = len(self.cycles) > 1 and number > refilled + 2
             seconds = self.ends[(number - 1) % ENDS].elapsed_time(end) / 1e3 if alone else None
             before = running.shape, table.numpy(), said[0].numpy() if said else None, seconds
             yield table.tolist()

@@ -88,7 +88,11 @@ class Scheduler(Protocol):
         return [WHOLE]
 
     def next_shape(self) -> CycleShape:
-        """The shape of the next cycle. A cycle without drafts leaves the drafter behind: plain decoding must follow."""
+        """The shape of the next cycle.
+
+        The drafter does not read what a cycle without drafts commits. So the cycles after one must be plain too, until
+        `start`, or until all rows have begun other contexts (`admitted`).
+        """
         return self.shapes()[0]
 
     def wants_time(self, shape: CycleShape) -> bool:
@@ -130,9 +134,11 @@ class Scheduler(Protocol):
         return None
 
     def reach(self, tree: Tree) -> Tensor | None:
-        """float32 [B, N], by which nodes take the rows of a shape, the largest first. No node has more than its parent.
+        """How probable it is that each node is reached, float32 [B, N], as a logarithm. No node's value is above its
+        parent's.
 
-        It is asked in every cycle whose shape `says` so. None: the first nodes take the rows.
+        Where a shape has fewer rows than there are nodes, those with the largest values are verified. It is asked in
+        every cycle whose shape `says` so. None: the first nodes are verified.
         """
         return None
 

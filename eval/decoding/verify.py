@@ -90,7 +90,7 @@ def _everywhere(
     seen_BMV: Tensor | None,
     flat: FlatRows | None,
 ) -> Tensor:
-    """What `make` gives for the logits of every place, [B, M, …]. Flat rows are spread as late as can be."""
+    """What `make` gives for the logits of every place, [B, M, …]. It is made of flat rows and spread, where it can."""
     if flat is None:
         return make(logits, sampling, seen_BMV)
     if seen_BMV is None:

@@ -21,16 +21,13 @@ from headstart.eval.decoding.sampling import (
     Sampling,
     add_seen,
     context_seen,
-    draw,
-    logit_of_largest,
-    most_likely,
     penalise,
-    probabilities,
 )
 from headstart.eval.drafters.cached import CachedDrafter
 from headstart.eval.drafters.draft import DraftStep
-from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
+from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary
 from headstart.eval.drafters.layer import appended
+from headstart.eval.drafters.one_by_one import OneByOne
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.line_up import Lined, line_up
@@ -49,14 +46,10 @@ class AutoregressiveDrafter(CachedDrafter):
     def __init__(self, head: AutoregressiveHead, tree: TreeConfig, sampling: Sampling):
         super().__init__(head, tree, sampling)
         self.dynamic = tree.kind == "dynamic"
+        self.depth = tree.depth
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
         #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
-
-    @property
-    def depth(self) -> int:
-        """Levels of the next proposal."""
-        return self.tree.depth if self.levels is None else min(self.levels, self.tree.depth)
 
     @property
     def confidence_source(self) -> str:
@@ -73,7 +66,7 @@ class AutoregressiveDrafter(CachedDrafter):
 
     def _products(self, batch: int, rows: set[int]) -> list[tuple[list[Linear], int]]:
         """As `products`. Args: rows: of passes. A commit's features may have fewer, if fewer levels are drafted."""
-        found, features = [(self.step.linears(), count) for count in sorted(rows)], batch * (self.depth + 1)
+        found, features = [(self.step.linears(), count) for count in sorted(rows)], batch * (self.drafted + 1)
         if self.step.fc is not None and features not in rows:
             found.append(([self.step.fc], features))
         return found
@@ -130,44 +123,24 @@ class AutoregressiveDrafter(CachedDrafter):
     def _propose_chain(
         self, g_B1H: Tensor, logits_B1U: Tensor, generator: torch.Generator | None, lined: Lined
     ) -> Tree:
-        seen_BV = self.seen_BV
-        tokens: list[Tensor] = []
-        qs: list[Tensor] = []
-        confidences: list[Tensor] = []
-        for depth in range(1, self.depth + 1):
-            seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
-            if self._sampled:
-                q_BU = probabilities(logits_B1U[:, 0], self.sampling, seen_BU)
-                tokens.append(self.head.target_ids(draw(q_BU, generator)[:, None]))
-                qs.append(in_target_vocabulary(q_BU, self.head.draft_ids_U, self.head.dims.vocab_size))
-            else:
-                best_B, logit_B = most_likely(
-                    logits_B1U[:, 0], self.sampling, seen_BU, self.head.draft_ids_U, self.says_confidence
-                )
-                tokens.append(best_B[:, None])
-                if logit_B is not None:
-                    confidences.append(logit_B)
-            if depth == self.depth:
-                break
-            seen_BV = add_seen(seen_BV, tokens[-1])
-            position_B1 = lined.ahead_DB[depth - 1][:, None]
-            visibility = Visibility(position_B1, position_B1, self.length_B)
-            g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, visibility)
-        q_BNV = torch.stack(qs, 1) if qs else None
-        confidence_BN = torch.stack(confidences, 1) if confidences else None
-        if self.says_confidence and q_BNV is not None:
-            confidence_BN = logit_of_largest(q_BNV)
-        drafted = self._chain.first(self.depth)
-        return replace(drafted, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
+        ids_U = self.head.draft_ids_U
+        chosen = OneByOne(self.sampling, self._sampled, self.says_confidence, self.seen_BV, ids_U, generator)
+        for level in range(self.drafted):
+            if level:
+                position_B1 = lined.ahead_DB[level - 1][:, None]
+                visibility = Visibility(position_B1, position_B1, self.length_B)
+                g_B1H, logits_B1U = self._pass(chosen.tokens[-1][:, None], g_B1H, visibility)
+            chosen.choose(logits_B1U[:, 0])
+        return chosen.fill(self._chain, self.head.dims.vocab_size)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""
         seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
         seen_BfU = None if seen_BU is None else seen_BU[:, None]
         logits_BfU, g_BfH = penalise(logits_B1U, self.sampling, seen_BfU), g_B1H
-        growth = Growth.start(self.length_B, self.tree.k, self.depth, logits_BfU, self.head.draft_ids_U)
+        growth = Growth.start(self.length_B, self.tree.k, self.drafted, logits_BfU, self.head.draft_ids_U)
         growth = growth.grow(logits_BfU)
-        for _ in range(self.depth - 1):
+        for _ in range(self.drafted - 1):
             g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
             seen_BfU = growth.seen_on_path(seen_BfU)
             growth = growth.grow(penalise(logits_BfU, self.sampling, seen_BfU))

@@ -24,17 +24,15 @@ from headstart.eval.decoding.sampling import (
     Sampling,
     add_seen,
     context_seen,
-    draw,
-    logit_of_largest,
     most_likely,
     penalise,
-    probabilities,
 )
 from headstart.eval.drafters.cached import CachedDrafter
 from headstart.eval.drafters.convolved import ConvolvedPass
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.independent import choose_each
 from headstart.eval.drafters.layer import LayerPass, norm_of, rope_tables
+from headstart.eval.drafters.one_by_one import OneByOne
 from headstart.eval.kernels.argmax import argmax_with_logit
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.block_input import BlockInput, block_input
@@ -153,11 +151,6 @@ class BlockDrafter(CachedDrafter):
             self.depth, self.max_nodes = len(self.marginals.levels), self.marginals.nodes
 
     @property
-    def drafted(self) -> int:
-        """Levels of the next proposal."""
-        return self.depth if self.levels is None else min(self.levels, self.depth)
-
-    @property
     def state(self) -> list[tuple[object, str]]:
         return [(self, name) for name in (["length_B"] if self.seen_BV is None else ["length_B", "seen_BV"])]
 
@@ -268,32 +261,13 @@ class BlockDrafter(CachedDrafter):
     def _one_by_one(
         self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(drafts int64 [B, K], each chosen with those before it known; the distributions [B, K, U] that they were
-        drawn from, None where the most likely ones are taken; see Tree.confidence_BN, None without `_says_own`)."""
-        previous_B, state, seen_BV = roots_B, None, self.seen_BV
-        tokens: list[Tensor] = []
-        qs: list[Tensor] = []
-        logits: list[Tensor] = []
+        """As `OneByOne.all`: how sure the draft is, only with `_says_own`."""
+        previous_B, state, ids_U = roots_B, None, self.head.draft_ids_U
+        chosen = OneByOne(self.sampling, self._sampled, self._says_own, self.seen_BV, ids_U, generator)
         for hidden_BD, logits_BU in zip(hidden_KBD, logits_KBU, strict=True):
             low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
-            logits_BU = self._corrected(low_Br, logits_BU)
-            seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
-            if self._sampled:
-                qs.append(probabilities(logits_BU, self.sampling, seen_BU))
-                previous_B = self.head.target_ids(draw(qs[-1], generator))
-            else:
-                previous_B, logit_B = most_likely(
-                    logits_BU, self.sampling, seen_BU, self.head.draft_ids_U, self._says_own
-                )
-                if logit_B is not None:
-                    logits.append(logit_B)
-            tokens.append(previous_B)
-            seen_BV = add_seen(seen_BV, previous_B[:, None])
-        q_BKU = torch.stack(qs, 1) if qs else None
-        confidence_BK = torch.stack(logits, 1) if logits else None
-        if self._says_own and q_BKU is not None:
-            confidence_BK = logit_of_largest(q_BKU)
-        return torch.stack(tokens, 1), q_BKU, confidence_BK
+            previous_B = chosen.choose(self._corrected(low_Br, logits_BU))
+        return chosen.all()
 
 
 def block_everywhere(

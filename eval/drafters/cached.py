@@ -19,6 +19,7 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.layer import LayerPass, all_start_widths, start_widths
+from headstart.eval.drafters.sized import Sized
 from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureSpec
@@ -32,7 +33,7 @@ class Step(Protocol):
     layers: list[LayerPass]
 
 
-class CachedDrafter(ABC):
+class CachedDrafter(Sized, ABC):
     """A drafter whose head has layers with a KV cache. The first `start` copies the head's weights.
 
     A subclass declares the types of `head` and `step`.
@@ -43,9 +44,6 @@ class CachedDrafter(ABC):
     """
 
     captures = True
-    by_level = False
-    levels: int | None = None
-    nodes: int | None = None
     kv: Buffers
     length_B: Tensor
 

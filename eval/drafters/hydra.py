@@ -24,11 +24,7 @@ from headstart.eval.decoding.sampling import (
     Sampling,
     add_seen,
     context_seen,
-    draw,
-    logit_of_largest,
-    most_likely,
     penalise,
-    probabilities,
 )
 from headstart.eval.drafters.everywhere import attend_earlier
 from headstart.eval.drafters.layer import (
@@ -39,6 +35,8 @@ from headstart.eval.drafters.layer import (
     rope_tables,
     start_widths,
 )
+from headstart.eval.drafters.one_by_one import OneByOne
+from headstart.eval.drafters.sized import Sized
 from headstart.eval.kernels.add_silu import add_silu
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth, seen_along, top_ids, top_log_p
@@ -194,12 +192,10 @@ def static_levels(shape: StaticShape, batch: int, device: torch.device) -> list[
     return made
 
 
-class HydraDrafter:
+class HydraDrafter(Sized):
     """Drafts level by level with a HydraHead bound to its target. The first `start` copies its weights."""
 
     captures = True
-    levels: int | None = None
-    nodes: int | None = None
 
     def __init__(self, head: HydraHead, tree: TreeConfig, sampling: Sampling):
         self.head, self.tree, self.sampling = head, tree, sampling
@@ -219,11 +215,6 @@ class HydraDrafter:
         self.prefix: PrefixCache | None = None
         self._placed: tuple[int, int] | None = None
         self._aside: HydraDrafter | None = None
-
-    @property
-    def drafted(self) -> int:
-        """Levels of the next proposal. A static tree is always drafted as a whole."""
-        return min(self.levels, self.depth) if self.by_level and self.levels is not None else self.depth
 
     @property
     def confidence_source(self) -> str:
@@ -338,29 +329,12 @@ class HydraDrafter:
 
     def _chain(self, x_B1C: Tensor, generator: torch.Generator | None) -> Tree:
         sampled = self.tree.sample and not self.sampling.greedy
-        seen_BV = self.seen_BV
-        tokens: list[Tensor] = []
-        qs: list[Tensor] = []
-        confidences: list[Tensor] = []
+        chosen = OneByOne(self.sampling, sampled, self.says_confidence, self.seen_BV, None, generator)
         for step in self.passes[: self.drafted]:
-            if tokens:
-                seen_BV = add_seen(seen_BV, tokens[-1])
-                x_B1C = self._extend(x_B1C, tokens[-1])
-            logits_BV = step(x_B1C)[:, 0]
-            if sampled:
-                qs.append(probabilities(logits_BV, self.sampling, seen_BV))
-                tokens.append(draw(qs[-1], generator)[:, None])
-            else:
-                best_B, logit_B = most_likely(logits_BV, self.sampling, seen_BV, says=self.says_confidence)
-                tokens.append(best_B[:, None])
-                if logit_B is not None:
-                    confidences.append(logit_B)
-        q_BNV = torch.stack(qs, 1) if qs else None
-        confidence_BN = torch.stack(confidences, 1) if confidences else None
-        if self.says_confidence and q_BNV is not None:
-            confidence_BN = logit_of_largest(q_BNV)
-        drafted = self._tree.first(self.drafted)
-        return replace(drafted, tokens_BN=torch.cat(tokens, 1), q_BNV=q_BNV, confidence_BN=confidence_BN)
+            if chosen.tokens:
+                x_B1C = self._extend(x_B1C, chosen.tokens[-1][:, None])
+            chosen.choose(step(x_B1C)[:, 0])
+        return chosen.fill(self._tree, self.head.dims.vocab_size)
 
     def _static(self, x_BPC: Tensor) -> Tree:
         """The candidates of each parent that the tree's paths name."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.sampling import Sampling, add_seen, draw, logit_of_largest, most_likely, probabilities
-from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary
+from headstart.eval.decoding.sampling import Sampling, draw, logit_of_largest, most_likely, probabilities
+from headstart.eval.drafters.one_by_one import OneByOne
 
 
 def choose_each(
@@ -29,23 +29,15 @@ def choose_each(
     Args: sampled: whether tokens are drawn. seen_BV: tokens of the context; None without a penalty. ids_U: see
         Head.draft_ids_U.
     """
-    tokens: list[Tensor] = []
-    qs: list[Tensor] = []
-    logits: list[Tensor] = []
-    for logits_BnU in [logits_BKU] if seen_BV is None else logits_BKU.split(1, dim=1):
-        seen_BU = in_draft_vocabulary(seen_BV, ids_U)
-        seen_B1U = None if seen_BU is None else seen_BU[:, None]
-        if sampled:
-            qs.append(probabilities(logits_BnU, sampling, seen_B1U))
-            drawn_Bn = draw(qs[-1], generator)
-            tokens.append(drawn_Bn if ids_U is None else ids_U[drawn_Bn])
-        else:
-            best_Bn, logit_Bn = most_likely(logits_BnU, sampling, seen_B1U, ids_U, says)
-            tokens.append(best_Bn)
-            if logit_Bn is not None:
-                logits.append(logit_Bn)
-        seen_BV = add_seen(seen_BV, tokens[-1])
-    if sampled:
-        q_BKU = torch.cat(qs, 1)
-        return torch.cat(tokens, 1), q_BKU, logit_of_largest(q_BKU) if says else None
-    return torch.cat(tokens, 1), None, torch.cat(logits, 1) if says else None
+    if seen_BV is not None:
+        chosen = OneByOne(sampling, sampled, says, seen_BV, ids_U, generator)
+        for logits_BU in logits_BKU.unbind(1):
+            chosen.choose(logits_BU)
+        return chosen.all()
+    if not sampled:
+        best_BK, logit_BK = most_likely(logits_BKU, sampling, None, ids_U, says)
+        return best_BK, None, logit_BK
+    q_BKU = probabilities(logits_BKU, sampling, None)
+    drawn_BK = draw(q_BKU, generator)
+    tokens_BK = drawn_BK if ids_U is None else ids_U[drawn_BK]
+    return tokens_BK, q_BKU, logit_of_largest(q_BKU) if says else None

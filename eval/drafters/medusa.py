@@ -13,6 +13,7 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, penalise
 from headstart.eval.drafters.independent import choose_each
+from headstart.eval.drafters.sized import Sized
 from headstart.eval.kernels.candidates import top_ids, top_log_p
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.marginals import drafted_marginals
@@ -22,12 +23,10 @@ from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.sampling import logit_of
 
 
-class MedusaDrafter:
+class MedusaDrafter(Sized):
     """Keeps the feature of the last committed token and drafts the whole tree from it."""
 
     captures = True
-    levels: int | None = None
-    nodes: int | None = None
     prepare_s = 0.0
 
     def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling):
@@ -43,11 +42,6 @@ class MedusaDrafter:
         self.marginals = drafted_marginals(tree, self.depth, head.dims.vocab_size)
         if self.marginals is not None:
             self.max_nodes = self.marginals.nodes
-
-    @property
-    def drafted(self) -> int:
-        """Levels of the next proposal. A static tree is always drafted as a whole."""
-        return min(self.levels, self.depth) if self.by_level and self.levels is not None else self.depth
 
     @property
     def confidence_source(self) -> str:

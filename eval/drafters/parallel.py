@@ -43,7 +43,7 @@ class ParallelDrafter(AutoregressiveDrafter):
             self.max_nodes = self.marginals.nodes
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        depth = self.depth
+        depth = self.drafted
         rows = {batch * (self.width + depth - 1), batch * self.width, batch * depth}
         return self._products(batch, rows)
 
@@ -66,7 +66,7 @@ class ParallelDrafter(AutoregressiveDrafter):
         lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         # a row sees none behind it, so places of levels that are not drafted are left out
-        places = self.depth - 1
+        places = self.drafted - 1
         ahead_BP = lined.ahead_DB[:places].t()
         visibility = Visibility(
             torch.cat((lined.position_BW, ahead_BP), 1), torch.cat((lined.write_BW, ahead_BP), 1), self.length_B
@@ -81,12 +81,12 @@ class ParallelDrafter(AutoregressiveDrafter):
             seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
             seen_B1U = None if seen_BU is None else seen_BU[:, None]
             logits_BKU = penalise(logits_BKU, self.sampling, seen_B1U)
-            best = self.marginals.first(self.depth)
+            best = self.marginals.first(self.drafted)
             return best.tree(best.marginals(logits_BKU), self.head.draft_ids_U, self.nodes)
         ids_U = self.head.draft_ids_U
         tokens_BK, q_BKU, confidence_BK = choose_each(
             logits_BKU, self.sampling, self._sampled, self.seen_BV, ids_U, generator, self.says_confidence
         )
         q_BKV = None if q_BKU is None else in_target_vocabulary(q_BKU, ids_U, self.head.dims.vocab_size)
-        drafted = self._chain.first(self.depth)
+        drafted = self._chain.first(self.drafted)
         return replace(drafted, tokens_BN=tokens_BK, q_BNV=q_BKV, confidence_BN=confidence_BK)

@@ -33,10 +33,10 @@ from headstart.eval.tree import Tree
 FIRST = 48
 #: cycles that draft at the beginning of a batch, and of a context in a batch of one, where so far no draft paid
 AGAIN = 2
-#: cycles that are all learned from; of later ones, every so many
+#: the first cycles are all learned from; of later ones, one in so many
 EVERY, STRIDE = 32, 4
-#: so many cycles after the last such one, one drafts a little more than is thought best: else nothing would be known of
-#: what is left out. Each time twice as many, up to the second number
+#: cycles between two that draft a little more than is thought best, which alone tell what longer drafts would give. The
+#: pause doubles each time, up to the second number
 LOOK_AFTER, LOOK_SELDOM = 8, 64
 #: a change of the contexts' mean length, as a factor, after which cycles are timed again
 LONGER = 1.5
@@ -135,7 +135,8 @@ class Budget(Scheduler):
         return silent(shape) if meant and self.book.cycles > EVERY and self._cycle % STRIDE else shape
 
     def admitted(self, row: int) -> None:
-        """Where plain cycles left the drafter behind, it knows a row again that begins another context."""
+        """After plain cycles the drafter lacks what a row committed. It has read all of a context that begins. Once it
+        knows all rows again, drafting is tried again: this happens in a batch of one row alone."""
         self._known.add(row)
         if self._off and len(self._known) == self.book.batch:
             self._off, self._cycle, self._look = False, 0, self._pause
@@ -144,13 +145,13 @@ class Budget(Scheduler):
         """(the shape, whether it is thought the best one)."""
         self._cycle += 1
         book = self.book
-        best = book.best()
         if self._off:
             self._known.clear()
         if self._off or not book.times.profiled:
             return PLAIN, True
+        best = book.best()
         if best is None or book.rows < FIRST:
-            return book.fastest(book.sizes[-1]), False
+            return book.fastest(max(book.members)), False
         if self._cycle > AGAIN and book.gain.lost:
             self._off = True
             return PLAIN, True

@@ -50,11 +50,15 @@ class Estimates:
         self.times, self.gain, self.rows = Times(), Gain(batch), 0
         self.cycles = 0
         self.ran: Counter[CycleShape] = Counter()
-        #: what shapes draft, (levels, nodes), in order
-        self.sizes = sorted({self.size(shape) for shape in shapes if shape != PLAIN})
+        self._drafting = [shape for shape in shapes if shape != PLAIN]
+        self._silent = {shape: silent(shape) for shape in shapes}
+        #: what shapes draft, (levels, nodes), in order → those that draft so much
+        self.members: dict[Size, list[CycleShape]] = {}
+        for shape in sorted(self._drafting, key=self.size):
+            self.members.setdefault(self.size(shape), []).append(shape)
         # of each shape: expected accepted drafts per row
         self._recent = {shape: Mean(RECENT) for shape in shapes}
-        # of each shape, and of each size as a whole: how its drafts compare to all those of the size before
+        # of each shape, and of each size as a whole: accepted drafts, over those that the next smaller size gets
         self._ratio: dict[CycleShape | Size, Ratio] = defaultdict(Ratio)
         self._expected = self._accepted = PRIOR
 
@@ -65,17 +69,17 @@ class Estimates:
 
     def fastest(self, size: Size) -> CycleShape:
         """Of the shapes that draft this much, the fastest: it says as much as the others of how likely drafts are."""
-        return min((s for s in self.shapes if s != PLAIN and self.size(s) == size), key=self.seconds)
+        return min(self.members[size], key=self.seconds)
 
     def larger(self, shape: CycleShape) -> CycleShape | None:
         """The fastest shape that drafts a little more; None where there is none."""
         own = self.size(shape)
-        more = [size for size in self.sizes if size[0] > own[0] or size[1] > own[1]]
-        return self.fastest(more[0]) if more else None
+        more = next((size for size in self.members if size[0] > own[0] or size[1] > own[1]), None)
+        return None if more is None else self.fastest(more)
 
     def seconds(self, shape: CycleShape) -> float:
         """Of a cycle, as this shape mostly runs; infinite while that is not known."""
-        return self.times.of(silent(shape))
+        return self.times.of(self._silent.get(shape, shape))
 
     def learn(
         self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, accepted_R: NDArray[np.int64]
@@ -99,10 +103,9 @@ class Estimates:
         """A size that is larger than what this cycle drafted gains over the one before it what it gained earlier."""
         levels, nodes = self.size(ran)
         before: float | None = None
-        for size in self.sizes:
+        for size, members in self.members.items():
             told = size[0] <= levels and size[1] <= nodes
             sums = likeliest(reach_BN, depth_BN, *size) / rows if told else None
-            members = [shape for shape in self.shapes if shape != PLAIN and self.size(shape) == size]
             whole = None
             both: list[CycleShape | Size] = [*members, size]
             for what in both:
@@ -137,8 +140,7 @@ class Estimates:
 
     def best(self) -> CycleShape | None:
         """The shape that drafts and has the highest rate; None while no rate is known."""
-        drafting = [shape for shape in self.shapes if shape != PLAIN]
-        best = max(drafting, key=self.rate)
+        best = max(self._drafting, key=self.rate)
         return best if self.rate(best) else None
 
 

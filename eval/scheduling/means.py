@@ -73,9 +73,9 @@ class Times:
 
     def of(self, shape: CycleShape) -> float:
         """Infinite while nothing is known."""
-        count, mean = self._measured.get(shape, (0, Mean(PACED)))
-        if count >= TRUSTED:
-            return mean.value
+        measured = self._measured.get(shape)
+        if measured is not None and measured[0] >= TRUSTED:
+            return measured[1].value
         late = self._late.value if self._late.weight else 0.0
         return self.profiled.get(shape, math.inf) + late
 

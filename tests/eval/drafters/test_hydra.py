@@ -27,7 +27,7 @@ from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, probabilities
-from headstart.eval.drafters import build_drafter, hydra, layer
+from headstart.eval.drafters import build_drafter, hydra, layer, one_by_one
 from headstart.eval.drafters.hydra import HydraDrafter
 from headstart.eval.kernels import (
     add_silu,
@@ -269,7 +269,7 @@ def test_outputs_are_exact(kind: str, prefix: bool, monkeypatch: pytest.MonkeyPa
         drawn.append(q_BV.gather(1, tokens_B[:, None])[:, 0])
         return tokens_B
 
-    monkeypatch.setattr(hydra, "draw", draw)
+    monkeypatch.setattr(one_by_one, "draw", draw)
     tree = drafter.propose(torch.full((WORDS**2,), root))
     language = Spoken(target, [*context, root])
     total: Joint = defaultdict(float)

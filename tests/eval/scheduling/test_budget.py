@@ -29,12 +29,17 @@ WAYS = [
 ]  # fmt: skip
 
 
+def drafter_of(trained: Trained, tree: TreeConfig) -> Drafter:
+    drafter = build_drafter(trained.head, EvalConfig(tree=tree))
+    assert drafter is not None
+    return drafter
+
+
 @pytest.mark.parametrize(("family", "tree"), WAYS)
 def test_every_shape_is_lossless(
     target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, tree: TreeConfig
 ) -> None:
-    drafter = build_drafter(trained(family).head, EvalConfig(tree=tree))
-    assert drafter is not None
+    drafter = drafter_of(trained(family), tree)
     scheduler = EveryShape(drafter, tree)
     for _ in range(2):
         answers = run(target, drafter, CONTEXTS * 2, scheduler=scheduler)
@@ -46,8 +51,7 @@ def test_every_shape_is_lossless(
 def test_answers_are_the_targets(
     target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, tree: TreeConfig
 ) -> None:
-    drafter = build_drafter(trained(family).head, EvalConfig(tree=tree))
-    assert drafter is not None
+    drafter = drafter_of(trained(family), tree)
     scheduler = budget_for(drafter, tree)
     accepted = 0
     for _ in range(3):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.eval.servers.checks import found, one_line, optional, whole
+from headstart.data.serving.checks import error_text, found, optional, parsed, whole
 from headstart.heads.errors import ServerError
 
 #: most bytes of one line of a stream
@@ -64,7 +63,7 @@ class Served:
         # older vLLMs send the error as the event itself, and then [DONE]
         error = event if event.get("object") == "error" else event.get("error")
         if error is not None:
-            raise ServerError(f"{where}: the server reports an error: {_said(error)}")
+            raise ServerError(f"{where}: the server reports an error: {error_text(error)}")
         return self._add(event, where)
 
     def _add(self, event: dict[str, Any], where: str) -> bool:
@@ -127,24 +126,3 @@ class Lines:
                 f"{self.where}: a line of the stream is longer than {LINE} bytes; is this the right server?"
             )
         return lines
-
-
-def parsed(content: bytes, where: str) -> Any:
-    """The server's JSON. Raises: ServerError for anything else, NaN and infinity and too deep nesting included."""
-    try:
-        return json.loads(content.decode(), parse_constant=_no_constant)
-    except RecursionError:
-        cause = "nested too deeply"
-    except ValueError as error:
-        cause = one_line(str(error), 100)
-    raise ServerError(f"{where}: the answer is not JSON ({cause}); is this an OpenAI-compatible server?")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _said(error: Any) -> str:
-    """The message of an error object."""
-    message = error.get("message", error.get("type")) if isinstance(error, dict) else error
-    return one_line(message) if isinstance(message, str) else found(message)

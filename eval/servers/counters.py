@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from headstart.data.serving.checks import LARGEST, found
 from headstart.eval.decoding.decode import Cycle
-from headstart.eval.servers.checks import LARGEST, found
 from headstart.heads.errors import ServerError
 
 #: name, labels (their quotes may hold braces) and value; behind them an optional time and an optional exemplar

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from headstart.data.serving.checks import found, one_line, optional, whole
+from headstart.data.serving.http import StatusError
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.servers.answers import Served
-from headstart.eval.servers.api_client import Client, StatusError
-from headstart.eval.servers.checks import found, one_line, optional, whole
+from headstart.eval.servers.api_client import Client
 from headstart.eval.servers.counters import (
     DEEPEST,
     Metrics,

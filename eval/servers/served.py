@@ -16,6 +16,7 @@ from headstart.data.features import Progress
 from headstart.data.media import dropped_lines
 from headstart.data.messages import Message, wire_message
 from headstart.data.prompts import Prompt
+from headstart.data.serving.http import served_model
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.conversations import Asked, Conversations
@@ -24,7 +25,7 @@ from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.task_results import TaskResults, report_of
 from headstart.eval.prompts import eval_prompts
 from headstart.eval.servers.answers import Served
-from headstart.eval.servers.api_client import Client, served_model
+from headstart.eval.servers.api_client import Client
 from headstart.eval.servers.probes import ENGINES, Reading, Sglang, Vllm
 from headstart.heads.errors import ConfigError, ServerError
 from headstart.heads.provenance import versions

@@ -17,9 +17,10 @@ import pytest
 from fake_server import Handler, State, serving
 from faulty_server import CHUNKED, DONE, STREAM, Fault, chunk, event, http, misbehaving
 
+from headstart.data.serving import http as http_module
+from headstart.data.serving.checks import one_line
 from headstart.eval.config import EvalConfig
 from headstart.eval.servers import answers, api_client, served
-from headstart.eval.servers.checks import one_line
 from headstart.eval.servers.served import evaluate_server
 from headstart.heads.errors import ConfigError, ServerError
 
@@ -35,7 +36,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         "TIMEOUT": 0.7, "ERROR_TIMEOUT": 0.3, "PATIENCE": 0.6, "PER_TOKEN": 0.01,
         "PAGE": 1 << 16, "STREAM": 1 << 16, "TOKEN_BYTES": 1 << 8,
     }.items():  # fmt: skip
-        monkeypatch.setattr(api_client, name, value)
+        monkeypatch.setattr(http_module if hasattr(http_module, name) else api_client, name, value)
     monkeypatch.setattr(answers, "LINE", 1 << 14)
     monkeypatch.setattr(served, "SETTLE", 0.3)
 
@@ -117,7 +118,7 @@ PAGES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("pieces", "match"), PAGES.values(), ids=PAGES)
 def test_a_page_that_is_none(pieces: Any, match: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "within" in match:  # nothing else has to come in time
-        monkeypatch.setattr(api_client, "TIMEOUT", 0.2)
+        monkeypatch.setattr(http_module, "TIMEOUT", 0.2)
     refused({"/v1/models": lambda _: pieces}, data, match)
 
 

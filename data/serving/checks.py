@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeVar
 
 from headstart.heads.errors import ServerError
@@ -46,3 +47,24 @@ def optional(value: Any, kind: type[T], name: str) -> T | None:
         return value
     expected: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
     raise ServerError(f"{name}: found {found(value)}, expected {expected[kind]}")
+
+
+def parsed(content: bytes, where: str) -> Any:
+    """The server's JSON. Raises: ServerError for anything else, NaN and infinity and too deep nesting included."""
+    try:
+        return json.loads(content.decode(), parse_constant=_no_constant)
+    except RecursionError:
+        cause = "nested too deeply"
+    except ValueError as error:
+        cause = one_line(str(error), 100)
+    raise ServerError(f"{where}: the answer is not JSON ({cause}); is this an OpenAI-compatible server?")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def error_text(error: Any) -> str:
+    """The message of an error object."""
+    message = error.get("message", error.get("type")) if isinstance(error, dict) else error
+    return one_line(message) if isinstance(message, str) else found(message)

@@ -1,42 +1,38 @@
-"""The target answers prompts: batched decoding into a JSONL file that a killed run continues.
+"""The target answers prompts, into a JSONL file that a killed run continues.
 
-Which prompts share a batch is fixed before work starts, and every answer has random numbers of its own. So a run that
-continues writes what it would have written without the interruption. Finished batches are skipped.
+Which answers there are is fixed before work starts, and every answer has random numbers of its own. Each is written as
+soon as it is finished, in whatever order that happens; a run that continues asks only what is missing. So what a kill
+costs are the answers in flight. At the end the file is put into one order.
+
+What is decoded beside an answer can change it by rounding alone: where two tokens are nearly tied, a run that continues
+may choose the other one. In float32 on one machine greedy answers came out the same in every test.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from headstart.data.answer_file import NOT_ASKED, AnswerFile
+from headstart.data.answering import Answer, Answerer, OwnForward, Request, Requests
 from headstart.data.config import DistillConfig
 from headstart.data.features import Progress, silent
 from headstart.data.media import dropped_for, dropped_lines
 from headstart.data.messages import Message
+from headstart.data.prepare import ALONE, Ranks
 from headstart.data.prompts import Chats, Prompt
-from headstart.data.records import Conversation, TokenTurn, parse_record, unread_note
+from headstart.data.records import TokenTurn, unread_note
 from headstart.data.rendering import RefusedError
-from headstart.data.row_random import draw_at, uniforms
-from headstart.data.sources import read_jsonl
 from headstart.heads.errors import DataError
-from headstart.heads.files import explain_disk, read_json, write_json
-from headstart.heads.sampling import distribution
-from headstart.heads.targets.locate import cache_argument
+from headstart.heads.files import read_json, write_json
 from headstart.heads.targets.target import Target
-
-#: generator(target, prompts, config, seeds) → answers: see `generate`
-Generator = Callable[[Target, Sequence[Sequence[int]], DistillConfig, Sequence[int]], list[list[int]]]
 
 
 @dataclass
@@ -45,6 +41,7 @@ class _Job:
 
     Attributes:
         first_ids: token ids of the first question.
+        more: further fields of every turn.
         stopped: why the later questions were not asked, or None.
     """
 
@@ -54,6 +51,7 @@ class _Job:
     seed: int
     answers: list[Message] = field(default_factory=list)
     turns: list[TokenTurn] = field(default_factory=list)
+    more: list[Mapping[str, Any]] = field(default_factory=list)
     stopped: str | None = None
 
 
@@ -65,10 +63,10 @@ def distill(
     seed: int = 0,
     progress: Progress = silent,
     template_kwargs: dict[str, Any] | None = None,
-    generator: Generator | None = None,
-    queued: int = 1,
+    answerer: Answerer | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Answer every prompt (its questions one after another, see `prompt_of`) and append the records to `out`.
+    """Answer every prompt (its questions one after another, see `prompt_of`) and add the records to `out`.
 
     A record holds `id`, `messages`, `sampling`, and of the last turn `prompt_token_ids`, `response_token_ids` and
     `finish_reason`. Turns before it are in `earlier_turns`. The prompt's `tools`, `chat_template_kwargs` and `task` are
@@ -79,19 +77,122 @@ def distill(
     reason in `OUT.skipped.json`; the others go on.
 
     Args:
-        generator: decodes prompts; None takes `generate`, which calls the model's own forward.
-        queued: batches' worth of prompts that the generator gets at once. They are written, and continued after a kill,
-            as one batch.
-        config: after `config.max_seconds` no further batch begins; the first one always does.
+        answerer: answers requests; None takes the model's own forward.
+        ranks: the processes of a launch, among which the prompts are divided. All must call this function with the same
+            arguments, each with a target and an answerer of its own. `progress` counts a process's own share.
+        config: after `config.max_seconds` no further prompt begins; the first batch always does.
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
         StorageError on a full disk.
     """
     config.check()
-    out = Path(out)
+    answerer = answerer or OwnForward(target, config)
     chats = Chats(target.tokenizer, target.stop_token_ids, template_kwargs)
-    settings = _sampling(target, config, seed, template_kwargs)
-    finished = resume(out, prompts, settings, progress)
+    settings = {**_sampling(target, config, seed, template_kwargs), **answerer.decides}
+    file = AnswerFile(Path(out), ranks)
+    finished = file.resume(prompts, settings, progress)
     jobs, skipped = _make_jobs(chats, target, prompts, config, seed)
+    _report(prompts, jobs, skipped, chats, progress)
+    missing = [job for job in _in_order(jobs, config, seed) if job.id not in finished]
+    mine = missing[ranks.rank :: ranks.size]
+    asking = _Asking(target, chats, config, mine)
+    done = len(jobs) - len(missing)
+    total = done + len(mine)
+    progress(done, total, f"{done} answers found in {out}" if done else "")
+    try:
+        for answer in answerer.answers(asking.requests):
+            job = asking.take(answer)
+            if job is None:
+                continue
+            if answer.failed is None:
+                file.add(_record(job, settings))
+                done += 1
+            said = ""
+            if job.stopped is not None:
+                skipped[job.id] = job.stopped
+                said = f"{job.id}: " + ("later turns left out: " if job.turns else "no answer: ") + job.stopped
+            progress(done, total, said)
+    finally:
+        file.close()
+    if asking.requests.over:
+        over = f"data.distill.max_seconds={config.max_seconds:g} are over: {done} of {total} answers"
+        progress(done, total, over)
+    done = len(jobs) - len(missing) + file.finish([job.id for job in jobs])
+    for found in ranks.gather(skipped):
+        skipped |= found
+    if ranks.rank == 0:
+        _list_skipped(file.out, skipped, finished)
+    progress(done, len(jobs), "")
+    return file.out
+
+
+class _Asking:
+    """The conversations that one process asks for.
+
+    Attributes: requests: what the answerer takes from.
+    """
+
+    def __init__(self, target: Target, chats: Chats, config: DistillConfig, jobs: Sequence[_Job]):
+        self.chats = chats
+        self.room = _prompt_room(target, config)
+        self._open: dict[Request, _Job] = {}
+        self._limit_s = config.max_seconds
+        self._began: float | None = None
+        self.requests = Requests([self._request(job, job.first_ids) for job in jobs], self._may_begin)
+
+    def _may_begin(self) -> bool:
+        if self._began is None:
+            self._began = time.monotonic()
+            return True
+        return self._limit_s is None or time.monotonic() - self._began < self._limit_s
+
+    def _request(self, job: _Job, ids: Sequence[int]) -> Request:
+        prompt = job.prompt
+        kwargs = {**self.chats.template_kwargs, **prompt.template_kwargs}
+        messages = prompt.messages(job.answers) if prompt.first else ()
+        request = Request(job.id, len(job.turns), tuple(ids), job.seed, messages, prompt.tools, kwargs)
+        self._open[request] = job
+        return request
+
+    def take(self, answer: Answer) -> _Job | None:
+        """Add an answer to its conversation. Returns the conversation if it ends with it; else its next question joins
+        the requests."""
+        job = self._open.pop(answer.request)
+        if answer.failed is not None:
+            job.stopped, job.turns = answer.failed, []
+            return job
+        tokens, stopped = answer.token_ids, answer.finish_reason == "stop"
+        job.turns.append(TokenTurn(answer.request.prompt_ids, tuple(tokens), answer.finish_reason))
+        job.more.append(answer.more)
+        if answer.message is not None:
+            job.answers.append(answer.message)
+        else:
+            _remember(job, self.chats, tokens[:-1] if stopped else tokens)
+        ids = self._following(job)
+        if ids is None:
+            return job
+        self.requests.put(self._request(job, ids))
+        return None
+
+    def _following(self, job: _Job) -> list[int] | None:
+        """Token ids of the chat that the next answer follows; None if no further one is asked for."""
+        if job.stopped is not None or len(job.turns) >= job.prompt.answers:
+            return None
+        turn = len(job.turns) + 1
+        try:
+            ids = self.chats.prompt_ids(job.prompt, job.answers)
+        except RefusedError as error:
+            job.stopped = f"turn {turn}: {error}"
+            return None
+        if len(ids) > self.room:
+            job.stopped = f"turn {turn} has {len(ids)} prompt tokens, at most {self.room} fit"
+            return None
+        return ids
+
+
+def _report(
+    prompts: Sequence[Prompt], jobs: Sequence[_Job], skipped: Mapping[str, str], chats: Chats, progress: Progress
+) -> None:
+    """Say what is left out. Raises: DataError when nothing can be answered."""
     unread = unread_note(Counter(name for prompt in prompts for name in prompt.unread))
     for note in [*chats.notes, *([unread] if unread else [])]:
         progress(0, len(jobs), note)
@@ -104,37 +205,16 @@ def distill(
     if prompts and not jobs:
         name, cause = next(iter(skipped.items()))
         raise DataError(f"distill: none of {len(prompts)} prompts can be answered; the first, {name}: {cause}")
-    done = sum(job.id in finished for job in jobs)
-    progress(done, len(jobs), f"{done} answers found in {out}" if done else "")
-    began, worked = time.monotonic(), False
-    together = config.batch_size * queued
-    for start in _order(len(jobs), together, config, seed):
-        batch = jobs[start : start + together]
-        missing = [job for job in batch if job.id not in finished]
-        if not missing:
-            continue
-        if worked and config.max_seconds is not None and time.monotonic() - began >= config.max_seconds:
-            over = f"data.distill.max_seconds={config.max_seconds:g} are over: {done} of {len(jobs)} answers"
-            progress(done, len(jobs), over)
-            break
-        worked = True
-        # a batch that a kill interrupted runs again as a whole: the same batch gives the same numbers
-        answer_batch(target, chats, batch, config, generator or generate)
-        _append(out, [_record(job, settings) for job in missing])
-        done += len(missing)
-        for job in missing:
-            if job.stopped is not None:
-                skipped[job.id] = job.stopped
-                progress(done, len(jobs), f"{job.id}: later turns left out: {job.stopped}")
-        progress(done, len(jobs), "")
+
+
+def _list_skipped(out: Path, skipped: dict[str, str], finished: Mapping[str, str | None]) -> None:
+    """Write what was left out, with what earlier runs left out of finished conversations."""
     place = out.with_name(out.name + ".skipped.json")
     earlier = read_json(place) if place.is_file() else {}
-    skipped |= {name: cause for name, cause in earlier.items() if name in finished}  # whose later turns were left out
+    skipped |= {name: cause for name, cause in earlier.items() if name in finished}
+    skipped |= {name: cause for name, cause in finished.items() if cause is not None}
     if skipped:
         write_json(place, skipped)
-    if not out.exists():
-        _append(out, [])
-    return out
 
 
 def _make_jobs(
@@ -172,45 +252,19 @@ def _make_jobs(
     return jobs, skipped
 
 
-def _order(jobs: int, together: int, config: DistillConfig, seed: int) -> list[int]:
-    """Index of every batch's first job, in the order of work: at random where time may not suffice for all."""
-    starts = list(range(0, jobs, together))
+def _in_order(jobs: Sequence[_Job], config: DistillConfig, seed: int) -> list[_Job]:
+    """The jobs in the order of work: by length, so that those decoded together are alike. Where time may not suffice
+    for all, groups of them come at random."""
+    groups = [jobs[start : start + config.batch_size] for start in range(0, len(jobs), config.batch_size)]
     if config.max_seconds is not None:
-        random.Random(seed).shuffle(starts)
-    return starts
+        random.Random(seed).shuffle(groups)
+    return [job for group in groups for job in group]
 
 
 def _prompt_room(target: Target, config: DistillConfig) -> int:
     """Longest prompt, in tokens, that leaves room for the answer."""
     room = target.positions - config.max_new_tokens
     return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
-
-
-def answer_batch(target: Target, chats: Chats, batch: list[_Job], config: DistillConfig, generator: Generator) -> None:
-    """Answer all questions of the batch's prompts, turn by turn, into `job.turns` and `job.answers`."""
-    room = _prompt_room(target, config)
-    for turn in range(max(job.prompt.answers for job in batch)):
-        active, prompts = [], []
-        for job in batch:
-            if job.stopped is not None or turn >= job.prompt.answers:
-                continue
-            try:
-                ids = job.first_ids if turn == 0 else chats.prompt_ids(job.prompt, job.answers)
-            except RefusedError as error:
-                job.stopped = f"turn {turn + 1}: {error}"
-                continue
-            if len(ids) > room:
-                job.stopped = f"turn {turn + 1} has {len(ids)} prompt tokens, at most {room} fit"
-                continue
-            active.append(job)
-            prompts.append(ids)
-        if not active:
-            return
-        answers = generator(target, prompts, config, [job.seed for job in active])
-        for job, ids, answer in zip(active, prompts, answers, strict=True):
-            stopped = answer[-1] in chats.stop_token_ids
-            job.turns.append(TokenTurn(tuple(ids), tuple(answer), "stop" if stopped else "length"))
-            _remember(job, chats, answer[:-1] if stopped else answer)
 
 
 def _remember(job: _Job, chats: Chats, answer: Sequence[int]) -> None:
@@ -225,64 +279,6 @@ def _remember(job: _Job, chats: Chats, answer: Sequence[int]) -> None:
         if len(job.turns) < job.prompt.answers:
             job.stopped = f"turn {len(job.turns) + 1}: {error}"
     job.answers.append(message)
-
-
-@torch.inference_mode()
-def generate(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    config: DistillConfig,
-    seeds: Sequence[int],
-) -> list[list[int]]:
-    """Decode a left-padded batch with a key/value cache; each answer ends with its stop token or at max_new_tokens.
-
-    Args:
-        prompts: token ids, one list per row.
-        seeds: one per row, 0 … 2^63 - 1, for sampling.
-    """
-    from transformers import DynamicCache
-
-    device, rows = target.device, len(prompts)
-    longest = max(len(ids) for ids in prompts)
-    tokens_BT = torch.zeros(rows, longest, dtype=torch.int64)
-    mask_BT = torch.zeros(rows, longest, dtype=torch.int64)
-    for row, ids in enumerate(prompts):
-        tokens_BT[row, longest - len(ids) :] = torch.tensor(ids)
-        mask_BT[row, longest - len(ids) :] = 1
-    tokens_BT, mask_BT = tokens_BT.to(device), mask_BT.to(device)
-    position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-    cache = {cache_argument(target.model): DynamicCache(config=target.model.config)}
-    stops = set(target.stop_token_ids)
-    answers: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(rows))
-    seed_B = torch.tensor(list(seeds), dtype=torch.int64, device=device)
-    for step in range(config.max_new_tokens):
-        output = target.model(
-            input_ids=tokens_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True,
-            logits_to_keep=1, **cache,
-        )  # fmt: skip
-        uniform_B = uniforms(seed_B, position_BT[:, -1] + 1)
-        chosen = choose(output.logits[:, -1], config, uniform_B).tolist()
-        for row in sorted(open_rows):
-            answers[row].append(chosen[row])
-            if chosen[row] in stops:
-                open_rows.discard(row)
-        if not open_rows or step + 1 == config.max_new_tokens:
-            break
-        tokens_BT = torch.tensor(chosen, device=device)[:, None]
-        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(rows, 1)], dim=1)
-        position_BT = position_BT[:, -1:] + 1
-    return answers
-
-
-def choose(logits_BV: Tensor, config: DistillConfig, uniform_B: Tensor) -> Tensor:
-    """The next token of every row, int64 [B]: argmax, or a draw after temperature, top-k and top-p.
-
-    Args: uniform_B: float64 in [0, 1), where the cumulative distribution is read.
-    """
-    if config.temperature == 0:
-        return logits_BV.argmax(-1)
-    return draw_at(distribution(logits_BV, config.temperature, config.top_k, config.top_p), uniform_B)
 
 
 def _sampling(
@@ -311,79 +307,16 @@ def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:
             "prompt_token_ids": list(t.prompt_ids),
             "response_token_ids": list(t.response_ids),
             "finish_reason": t.finish_reason,
+            **more,
         }
-        for t in job.turns
+        for t, more in zip(job.turns, job.more, strict=True)
     ]
     record: dict[str, Any] = {"id": job.id, "messages": messages, **turns[-1]}
     prompt = job.prompt
-    more = {"earlier_turns": turns[:-1], "tools": list(prompt.tools), "chat_template_kwargs": prompt.template_kwargs}
-    record |= {name: value for name, value in more.items() if value}
+    others = {"earlier_turns": turns[:-1], "tools": list(prompt.tools), "chat_template_kwargs": prompt.template_kwargs}
+    record |= {name: value for name, value in others.items() if value}
     if prompt.task is not None:
         record["task"] = prompt.task
+    if job.stopped is not None:
+        record[NOT_ASKED] = job.stopped
     return {**record, "sampling": settings}
-
-
-def _append(out: Path, records: Sequence[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(r, ensure_ascii=False, separators=(",", ":")) + "\n" for r in records).encode()
-    with explain_disk(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "ab") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progress: Progress) -> set[str]:
-    """Ids that are answered in `out` already. A last line that a kill left incomplete is removed and reported.
-
-    Raises: DataError when a record was made with other settings or for another prompt of the same id.
-    """
-    if not out.exists():
-        return set()
-    _drop_torn_line(out, progress)
-    planned = {prompt.id: prompt for prompt in prompts}
-    finished = set()
-    remedy = "give another output file, or remove this one to start again"
-    for number, record in read_jsonl(out):
-        conversation = parse_record(record, f"{out}:{number}", str(number))
-        made = conversation.meta.get("sampling")
-        if not isinstance(made, dict) or not conversation.turns:
-            raise DataError(f"{out}:{number}: found no answer of a distillation: {remedy}")
-        for key in sorted({*settings, *made} - {"target"}):  # the hash of the weights tells targets apart
-            if made.get(key) != settings.get(key):
-                raise DataError(
-                    f"{out}:{number}: sampling.{key}: found {made.get(key)!r}, this run has "
-                    f"{settings.get(key)!r}: {remedy}"
-                )
-        name = conversation.id
-        prompt = planned.get(name.rsplit("/sample", 1)[0], planned.get(name))
-        if prompt is not None and not _belongs_to(conversation, prompt):
-            raise DataError(f"{out}:{number}: found another prompt under the id {name!r}: {remedy}")
-        finished.add(name)
-    return finished
-
-
-def _belongs_to(made: Conversation, prompt: Prompt) -> bool:
-    """Whether a finished record answers this prompt, or at least its first questions."""
-    first = prompt.prompt_token_ids
-    if len(made.turns) > prompt.answers or (first is not None and made.turns[0].prompt_ids != first):
-        return False
-    if (made.tools, made.template_kwargs) != (prompt.tools, prompt.template_kwargs):
-        return False
-    place = 0
-    for group in (prompt.first, *prompt.later)[: len(made.turns)]:
-        if made.messages[place : place + len(group)] != group:
-            return False
-        place += len(group) + 1
-    return len(made.messages) == place
-
-
-def _drop_torn_line(out: Path, progress: Progress) -> None:
-    content = out.read_bytes()
-    if not content or content.endswith(b"\n"):
-        return
-    keep = content.rfind(b"\n") + 1
-    with explain_disk(out), open(out, "r+b") as file:
-        file.truncate(keep)
-        os.fsync(file.fileno())
-    progress(0, 0, f"{out}: dropped a last line of {len(content) - keep} bytes that a killed run left incomplete")

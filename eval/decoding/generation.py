@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
+from headstart.data.answering import Answer, Answerer, Requests
 from headstart.data.config import DistillConfig
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import QUEUED
@@ -13,30 +14,26 @@ from headstart.eval.decoding.session import Decoder
 from headstart.heads.targets.target import Target
 
 
-class EngineGenerator:
-    """Generates like data.distill.generate, on one set of buffers and graphs for all batches.
-
-    A short batch is filled up with one-token answers: another batch size would need other graphs. More prompts than
-    `batch_size` are decoded that many at a time: a row that ended takes the next one.
+class EngineAnswerer(Answerer):
+    """Answers requests `data.distill.batch_size` at a time, on one set of buffers and graphs.
 
     Args: engine: see `eval.engine`.
-    Attributes: queued: batches' worth of prompts that it is best given at once.
     """
 
-    queued = QUEUED
-
     def __init__(self, target: Target, config: DistillConfig, engine: str = "auto"):
+        self.config = config
         sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
         self.decoder = Decoder(target, EvalConfig(drafter="none", engine=engine, **sampling))  # type: ignore[arg-type]
 
-    def __call__(
-        self, target: Target, prompts: Sequence[Sequence[int]], config: DistillConfig, seeds: Sequence[int]
-    ) -> list[list[int]]:
-        """Args: as data.distill.generate's; `target` and `config` are those of the constructor."""
-        missing = max(config.batch_size - len(prompts), 0)
-        contexts = [list(prompt) for prompt in prompts] + [[prompts[0][0]]] * missing
-        limits = [config.max_new_tokens] * len(prompts) + [1] * missing
-        row_seeds = torch.tensor([*seeds, *[0] * missing], dtype=torch.int64, device=target.device)
-        drawn = None if config.temperature == 0 else row_seeds
-        decoded = self.decoder.run(contexts, None, limits, 0, row_seeds=drawn, rows=config.batch_size)
-        return [answer.tokens for answer in decoded.answers[: len(prompts)]]
+    def answers(self, requests: Requests) -> Iterator[Answer]:
+        config, device = self.config, self.decoder.target.device
+        while batch := requests.take(config.batch_size * QUEUED):
+            # a short batch is filled up with one-token answers: another batch size would need other graphs
+            missing = max(config.batch_size - len(batch), 0)
+            contexts = [list(request.prompt_ids) for request in batch] + [[batch[0].prompt_ids[0]]] * missing
+            limits = [config.max_new_tokens] * len(batch) + [1] * missing
+            seeds = [request.seed for request in batch] + [0] * missing
+            drawn = None if config.temperature == 0 else torch.tensor(seeds, dtype=torch.int64, device=device)
+            decoded = self.decoder.run(contexts, None, limits, 0, row_seeds=drawn, rows=config.batch_size)
+            for request, answer in zip(batch, decoded.answers, strict=False):
+                yield Answer(request, tuple(answer.tokens), answer.finish_reason)

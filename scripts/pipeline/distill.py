@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.data import distill as distillation
+from headstart.data.answer_file import parts_of
+from headstart.data.answering import Answerer
 from headstart.data.rejects import Rejects
 from headstart.data.sources import read_prompts
-from headstart.eval.decoding.generation import EngineGenerator
+from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.pipeline.inputs import answered
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
@@ -24,7 +26,7 @@ def distill(run: Run) -> dict[str, Any] | None:
         run.inputs.distill,
         [path],
         lambda begin: _answer(run, begin),
-        leftovers=[path.with_name(path.name + ".skipped.json")],
+        leftovers=[path.with_name(path.name + ".skipped.json"), parts_of(path)],
         lasting=answered,
         extends=True,
     )
@@ -38,14 +40,15 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
     recipe, target = run.recipe, run.target
     if "train" in run.ahead:
         require_decoding(target, run.feature_spec(), recipe.export.force)
-    data, generator = recipe.data, None
+    data = recipe.data
+    answerer: Answerer | None = None
     rejects = Rejects()
     prompts = read_prompts(data.distill.prompts, rejects=rejects)
     for line in rejects.lines():
         run.console.say(f"distill: {line}")
     # captured cycles need a GPU, and one that holds the whole target
     if target.device.type == "cuda" and recipe.target.parallel != "device_map":
-        generator = EngineGenerator(target, data.distill)
+        answerer = EngineAnswerer(target, data.distill)
     done = total = 0
     run.claim(begin)
     rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
@@ -64,8 +67,7 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
             recipe.seed,
             progress,
             dict(data.template_kwargs),
-            generator,
-            1 if generator is None else generator.queued,
+            answerer,
         )
     with open(path, encoding="utf-8") as lines:
         answers = sum(1 for _ in lines)

@@ -9,14 +9,17 @@ import json
 import pytest
 import torch
 
-import headstart.data.distill as module
+import headstart.data.answer_file as files
+import headstart.data.answering as module
+import headstart.data.distill as distillation
+from headstart.data.answering import Answer, Answerer, choose
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
-from headstart.data.distill import choose, distill
+from headstart.data.distill import distill
 from headstart.data.prepare import tokenize
 from headstart.data.prompts import Prompt
 from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import load_conversations
-from headstart.eval.decoding.generation import EngineGenerator
+from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.heads.errors import DataError, StorageError, TemplateError
 
 TEXTS = ["Hi", "Hello there", "Be brief now", "One two three", "Bye", "How are you", "thanks", "more"]
@@ -141,17 +144,18 @@ def test_time_that_is_over_keeps_what_was_answered_and_more_of_it_answers_the_re
         now[0] += 1.0
         return real(*arguments)
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(distillation.time, "monotonic", lambda: now[0])
     limited = dataclasses.replace(SAMPLED, max_seconds=2.0)
-    whole = {r["id"]: r for r in read(distill(target, prompts, SAMPLED, tmp_path / "whole.jsonl", seed=5))}
+    whole = {r["id"]: r for r in read(distill(target, prompts, SAMPLED, tmp_path / "whole.jsonl", seed=6))}
     monkeypatch.setattr(module, "generate", a_second_each)
-    made = read(distill(target, prompts, limited, path, 5, lambda *progress: said.append(progress[2])))
+    made = read(distill(target, prompts, limited, path, 6, lambda *progress: said.append(progress[2])))
     assert len(made) == 6 and now[0] == 2.0 and "data.distill.max_seconds=2 are over: 6 of 16 answers" in said
     assert [r["id"] for r in made] != list(whole)[:6]  # not the six shortest prompts
     assert all(record == whole[record["id"]] for record in made)
-    distill(target, prompts, dataclasses.replace(SAMPLED, max_seconds=0.001), path, seed=5)  # one batch at least
-    assert len(read(path)) == 9 and read(path)[:6] == made
-    distill(target, prompts, SAMPLED, path, seed=5)
+    distill(target, prompts, dataclasses.replace(SAMPLED, max_seconds=0.001), path, seed=6)  # one batch at least
+    again = read(path)
+    assert len(again) == 9 and [record for record in again if record in made] == made
+    distill(target, prompts, SAMPLED, path, seed=6)
     assert {r["id"]: r for r in read(path)} == whole and len(read(path)) == 16
 
 
@@ -248,10 +252,16 @@ def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
     assert distill(target, [prompt], DistillConfig(max_new_tokens=4), path) == path
 
 
-def scripted(*answers):
-    """A generator that gives these answers, one call after another."""
-    left = list(answers)
-    return lambda target, prompts, config, seeds: [left.pop(0) for _ in prompts]
+class Scripted(Answerer):
+    """Gives these answers, one request after another."""
+
+    def __init__(self, stop, *answers):
+        self.stop, self.left = stop, list(answers)
+
+    def answers(self, requests):
+        while batch := requests.take(1):
+            tokens = tuple(self.left.pop(0))
+            yield Answer(batch[0], tokens, "stop" if tokens[-1] == self.stop else "length")
 
 
 def test_an_answer_with_special_tokens_is_no_history(target, tmp_path):
@@ -261,15 +271,15 @@ def test_an_answer_with_special_tokens_is_no_history(target, tmp_path):
     prompt, plain = Prompt.ask("talk", "Hi", "Bye"), Prompt.ask("plain", "Hi there", "Bye")
     out = tmp_path / "o.jsonl"
     config = DistillConfig(max_new_tokens=4, batch_size=1)
-    generator = scripted([hello, special, hello, stop], [hello, stop], [hello, stop])
-    distill(target, [prompt, plain], config, out, generator=generator)
+    answerer = Scripted(stop, [hello, special, hello, stop], [hello, stop], [hello, stop])
+    distill(target, [prompt, plain], config, out, answerer=answerer)
     records = {record["id"]: record for record in read(out)}
     assert [m["role"] for m in records["talk"]["messages"]] == ["user", "assistant"]
     assert records["talk"]["response_token_ids"] == [hello, special, hello, stop]
     skipped = json.loads((tmp_path / "o.jsonl.skipped.json").read_text())
     assert list(skipped) == ["talk"] and "turn 2: an answer holds special tokens" in skipped["talk"]
     assert [m["content"] for m in records["plain"]["messages"]] == ["Hi there", "Hello", "Bye", "Hello"]
-    assert distill(target, [prompt, plain], config, out, generator=scripted()) == out
+    assert distill(target, [prompt, plain], config, out, answerer=Scripted(stop)) == out
 
 
 def test_a_later_question_that_the_template_refuses_ends_the_conversation(target, tmp_path):
@@ -337,7 +347,8 @@ def test_what_was_left_out_stays_listed_when_answers_are_added(target, tmp_path)
 def test_full_disk_names_the_file_and_loses_nothing(target, prompts, tmp_path, monkeypatch):
     config = DistillConfig(max_new_tokens=6, batch_size=3)
     whole = distill(target, prompts, config, tmp_path / "whole.jsonl").read_bytes()
-    path, real, calls = tmp_path / "o.jsonl", module.os.fsync, []
+    path, real, calls = tmp_path / "o.jsonl", files.os.fsync, []
+    monkeypatch.setattr(files, "SYNC_S", 0.0)
 
     def full(descriptor):
         calls.append(1)
@@ -345,10 +356,10 @@ def test_full_disk_names_the_file_and_loses_nothing(target, prompts, tmp_path, m
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor)
 
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(StorageError, match="o.jsonl: the disk is full"):
         distill(target, prompts, config, path)
-    monkeypatch.setattr(module.os, "fsync", real)
+    monkeypatch.setattr(files.os, "fsync", real)
     assert distill(target, prompts, config, path).read_bytes() == whole
 
 
@@ -358,20 +369,19 @@ def test_target_without_template(target, prompts, tmp_path):
         distill(target, prompts, DistillConfig(), tmp_path / "o.jsonl")
 
 
-@pytest.mark.parametrize("queued", [1, EngineGenerator.queued])
 @pytest.mark.parametrize("kind", ["transformers", "fused"])
 @pytest.mark.parametrize("config", [DistillConfig(max_new_tokens=6, batch_size=3), SAMPLED], ids=["greedy", "sampled"])
-def test_the_engine_gives_the_same_answers(target, prompts, tmp_path, config, kind, queued):
+def test_the_engine_gives_the_same_answers(target, prompts, tmp_path, config, kind):
     """Odd last batches, stops, several samples per prompt: to the byte what the model's own forward gives.
 
     Several batches' worth of prompts at once, of which rows that ended take the next one, change nothing.
     """
     plain = distill(target, prompts, config, tmp_path / "plain.jsonl", seed=3).read_bytes()
-    generator = EngineGenerator(target, config, kind)
+    answerer = EngineAnswerer(target, config, kind)
     out = tmp_path / "engine.jsonl"
-    assert distill(target, prompts, config, out, 3, generator=generator, queued=queued).read_bytes() == plain
-    assert generator.decoder.engine.batch == 3
-    assert (generator.decoder.engine.fused is not None) == (kind == "fused")
+    assert distill(target, prompts, config, out, 3, answerer=answerer).read_bytes() == plain
+    assert answerer.decoder.engine.batch == 3
+    assert (answerer.decoder.engine.fused is not None) == (kind == "fused")
 
 
 def test_random_numbers_belong_to_seed_and_position():

@@ -20,6 +20,7 @@ import pytest
 from train_fakes import forked
 
 from headstart.cli import main
+from headstart.data import answer_file
 from headstart.heads.files import sha256_file
 
 #: the step that a write belongs to, by the path within the run directory
@@ -70,6 +71,7 @@ class Writes:
 
 def started(recipe: Path, run: Path, *point: Any) -> ForkProcess:
     def work() -> None:
+        answer_file.SYNC_S = 0.0  # every answer is a write to be killed at
         Writes(run, *point)
         os._exit(main(["run", str(recipe), *SETTINGS, f"run_dir={run}"]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from headstart.data.answering import Request, Requests, generate
 from headstart.data.config import DistillConfig
-from headstart.data.distill import generate
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.decode import Answer, decode, round_up_slots, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused.model import FusedModel
-from headstart.eval.decoding.generation import EngineGenerator
+from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
@@ -233,11 +233,17 @@ def test_distillation_by_captured_cycles(target: Target, temperature: float) -> 
     """Rows draw by seed and position: the same answers as the model's own forward, whatever they are batched with."""
     there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
     config = DistillConfig(max_new_tokens=12, batch_size=4, temperature=temperature)
-    generator, seeds = EngineGenerator(there, config), [11, 12, 13]
-    found = generator(there, CONTEXTS, config, seeds)
+    answerer, seeds = EngineAnswerer(there, config), [11, 12, 13]
+
+    def answered(numbers: Sequence[int]) -> list[list[int]]:
+        wanted = [Request(str(n), 0, tuple(CONTEXTS[n]), seeds[n]) for n in numbers]
+        found = {answer.request: list(answer.token_ids) for answer in answerer.answers(Requests(wanted))}
+        return [found[request] for request in wanted]
+
+    found = answered(range(3))
     assert found == generate(there, CONTEXTS, config, seeds) == generate(target, CONTEXTS, config, seeds)
-    assert generator(there, CONTEXTS[1:2], config, seeds[1:2]) == found[1:2]
-    assert len(generator.decoder.graphs.captured) == 1
+    assert answered([1]) == found[1:2]
+    assert len(answerer.decoder.graphs.captured) == 1
 
 
 def test_buffers_are_rounded_up_by_a_fourth_at_most() -> None:

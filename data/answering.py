@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -85,17 +85,28 @@ class Requests:
         """Add a later question."""
         self._later.append(request)
 
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Requests that were taken and could not be answered come next again."""
+        self._later.extendleft(reversed(requests))
+
     def peek(self, count: int) -> list[Request]:
         """The next requests, at most `count`, which stay where they are."""
         first = [] if self._closed() else list(islice(self._first, count))
         return [*self._later, *first][:count]
+
+    def waiting(self, count: int, longest: int | None = None) -> int:
+        """How many requests `take` would give now."""
+        found = sum(map(_fits(longest), self._later))
+        if found < count and not self._closed():
+            found += sum(1 for _ in takewhile(_fits(longest), islice(self._first, count - found)))
+        return min(found, count)
 
     def take(self, count: int, longest: int | None = None) -> list[Request]:
         """The next requests, at most `count`. None are given where all that is left depends on answers in flight.
 
         Args: longest: only prompts of at most so many tokens; None = all.
         """
-        fits = (lambda request: True) if longest is None else (lambda request: len(request.prompt_ids) <= longest)
+        fits = _fits(longest)
         taken: list[Request] = []
         kept = deque[Request]()
         while self._later and len(taken) < count:
@@ -112,6 +123,10 @@ class Requests:
         if self._first and not self.over:
             self.over = not self._may_begin()
         return self.over
+
+
+def _fits(longest: int | None) -> Callable[[Request], bool]:
+    return lambda request: longest is None or len(request.prompt_ids) <= longest
 
 
 class Answerer(Protocol):

@@ -78,11 +78,11 @@ class SlotLayer(CacheLayerMixin):
         self.keys[rows_B1, :, target_BJ] = self.keys[rows_B1, :, source_BJ]
         self.values[rows_B1, :, target_BJ] = self.values[rows_B1, :, source_BJ]
 
-    def take_row(self, row: int, other: SlotLayer, slots: int) -> None:
+    def take_row(self, row: int, other: SlotLayer, slots: int, source: int) -> None:
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             return
-        self.keys[row, :, :slots] = other.keys[0, :, :slots]
-        self.values[row, :, :slots] = other.values[0, :, :slots]
+        self.keys[row, :, :slots] = other.keys[source, :, :slots]
+        self.values[row, :, :slots] = other.values[source, :, :slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent, 0
@@ -130,10 +130,10 @@ class StaticKV(Cache):
         for layer in self.slot_layers:
             layer.move(source_BJ, target_BJ)
 
-    def take_row(self, row: int, other: StaticKV, slots: int) -> None:
-        """As Buffers.take_row."""
+    def take_row(self, row: int, other: StaticKV, slots: int, source: int = 0) -> None:
+        """Copy the first `slots` slots of another's row `source` into a row of these, in every layer."""
         for layer, given in zip(self.slot_layers, other.slot_layers, strict=True):
-            layer.take_row(row, given, slots)
+            layer.take_row(row, given, slots, source)
 
 
 class Buffers:
@@ -173,3 +173,9 @@ class Buffers:
         """Copy the first `slots` slots of another's only row into a row of these, in every layer."""
         for shape, whole in self._wholes.items():
             whole[:, :, row, :, :slots] = other._wholes[shape][:, :, 0, :, :slots]
+
+    def take_rows(self, row_n: Tensor, other: Buffers, slots: int) -> None:
+        """As `take_row`, of another's first n rows into these n, at once."""
+        for shape, whole in self._wholes.items():
+            given = other._wholes[shape][:, :, : len(row_n), :, :slots]
+            whole[:, :, :, :, :slots].index_copy_(2, row_n, given)

@@ -153,7 +153,7 @@ def decode(
                 arrival = time.perf_counter()
                 cycle_s.append(arrival - latest - places.pop_waited())
                 latest = arrival
-                record.add_cycle(table)
+                record.add_cycle(table.tolist())
                 if not record.any_active and not record.waiting:
                     break
     # one captured cycle too many is still running: see CycleGraphs.run

@@ -73,7 +73,7 @@ class Engine:
     ):
         self.model, self.batch, self.capacity = model, batch, capacity
         self.bucket, self.prefill_chunk, self.fused = bucket, prefill_chunk, fused
-        self._aside: Engine | None = None
+        self._asides: dict[int, Engine] = {}
         self.device, self.dtype = model.device, model.dtype
         self.kv: StaticKV | Buffers
         self.generic: GenericModel | None = None
@@ -105,8 +105,8 @@ class Engine:
         else:
             self.uncaptured = reason
         self.prompts.captures = False
-        if self._aside is not None:
-            self._aside.prompts.captures = False
+        for aside in self._asides.values():
+            aside.prompts.captures = False
 
     @property
     def choices(self) -> Choices | None:
@@ -173,21 +173,29 @@ class Engine:
         self.length_B = rows.count_B.clone()
         return logits_BV, rows
 
-    def aside(self) -> Engine:
-        """An engine of one row, as large as this one's. It reads a context that `take_row` then moves here."""
-        if self._aside is None:
-            self._aside = Engine(self.model, 1, self.capacity, self.bucket, self.prefill_chunk, self.fused)
-        return self._aside
+    def aside(self, rows: int = 1) -> Engine:
+        """An engine of a few rows, as long as this one's. It reads contexts that `take_rows` then moves here."""
+        if rows not in self._asides:
+            given = self.capacity, self.bucket, self.prefill_chunk, self.fused
+            self._asides[rows] = Engine(self.model, rows, *given)
+        return self._asides[rows]
 
     @torch.inference_mode()
-    def take_row(self, row: int, aside: Engine, slots: int) -> None:
-        """Copy the context that `aside` holds into a row, all but its length (`state`). Args: slots: its tokens."""
+    def take_rows(self, rows: list[int], aside: Engine, slots: int) -> None:
+        """Copy the contexts of `aside`'s first rows into these rows, all but their lengths (`state`).
+
+        Args: slots: tokens of the longest one.
+        """
         if self.generic is None:
             assert isinstance(self.kv, Buffers) and isinstance(aside.kv, Buffers)
-            Buffers.take_row(self.kv, row, aside.kv, slots)
+            if len(rows) == 1:
+                Buffers.take_row(self.kv, rows[0], aside.kv, slots)
+            else:
+                Buffers.take_rows(self.kv, torch.tensor(rows, device=self.device), aside.kv, slots)
         else:
             assert aside.generic is not None
-            self.generic.take_row(row, aside.generic, slots)
+            for source, row in enumerate(rows):
+                self.generic.take_row(row, aside.generic, slots, source)
         self.prompts.uncaptured = self.prompts.uncaptured or aside.prompts.uncaptured
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.eval.decoding.loop import Loop
@@ -23,6 +24,8 @@ TIMED = 5
 #: cycles that are remembered: the one before, the one whose table is read, the one that runs
 ENDS = 3
 
+#: a cycle's table on the host, see Loop.verify. It is overwritten a few cycles later
+Table = NDArray[np.int64]
 #: gives places of rows that ended to contexts that wait; returns whether it gave any
 Refill = Callable[[], bool]
 
@@ -51,7 +54,7 @@ class CycleGraphs:
         self.captured.clear()
         self._latest = None
 
-    def run(self, loop: Loop, refill: Refill = never) -> Generator[list[list[int]], None, None]:
+    def run(self, loop: Loop, refill: Refill = never) -> Generator[Table, None, None]:
         """Tables of the cycles, without end. The next cycle already runs while the host reads a table.
 
         Args: refill: called between two cycles, after the host has read a table.
@@ -95,7 +98,7 @@ def _device_ms(run: Callable[[], object], repeats: int) -> float:
     return marks[0].elapsed_time(marks[1]) / repeats
 
 
-def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[list[list[int]], None, None]:
+def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[Table, None, None]:
     """Tables of the cycles, without end, each run operation by operation. `close` commits the last one as well.
 
     Args: refill: called between two cycles.
@@ -111,7 +114,7 @@ def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[list[list
         finally:
             loop.commit()
         refill()
-        scheduler.learn(loop.shape, np.array(table), None if said is None else said.cpu().numpy())
+        scheduler.learn(loop.shape, table, None if said is None else said.cpu().numpy())
 
 
 def time_shapes(loop: Loop) -> None:
@@ -258,7 +261,7 @@ class _Captured:
                 raise Uncapturable("captured cycles gave other tokens than the same cycles without a capture")
         return _Cycle(shape, graph, loop.rule, table, said)
 
-    def run(self, loop: Loop, refill: Refill) -> Generator[list[list[int]], None, None]:
+    def run(self, loop: Loop, refill: Refill) -> Generator[Table, None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
         number, refilled = 0, 0
@@ -276,7 +279,7 @@ class _Captured:
             alone = len(self.cycles) > 1 and number > refilled + 2
             seconds = self.ends[(number - 1) % ENDS].elapsed_time(end) / 1e3 if alone else None
             before = running.shape, table.numpy(), said[0].numpy() if said else None, seconds
-            yield table.tolist()
+            yield before[1]
             if refill():
                 refilled = number
                 # the cycle that already runs ends before these copies: all is on one stream

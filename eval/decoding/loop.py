@@ -5,7 +5,9 @@ Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, S stop
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.data.row_random import draw_at, uniforms
@@ -66,7 +68,7 @@ class Loop:
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
-        self._aside: Loop | None = None
+        self._asides: dict[int, Loop] = {}
         self.rule: str | None = None
 
     @property
@@ -78,7 +80,7 @@ class Loop:
     def prepare_s(self) -> float:
         """Seconds spent so far on capturing chunks of prefill and on the drafter's preparation."""
         own = self.engine.prompts.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
-        return own + (0.0 if self._aside is None else self._aside.prepare_s)
+        return own + sum(aside.prepare_s for aside in self._asides.values())
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -158,37 +160,63 @@ class Loop:
             self.drafter.start(context, engine.capacity)
         self.scheduler.start(context)
 
-    @torch.inference_mode()
     def admit(self, row: int, context: list[int], limit: int, stops: set[int], seed_1: Tensor | None = None) -> int:
         """Give the place of a row that ended to another context, between two cycles.
-
-        The context starts in a batch of one row of its own, whose state then becomes the row's. Tensors of `state` are
-        replaced by new ones, so that nothing that holds the old ones changes.
 
         Args: seed_1: the row's seed, where rows draw by seeds.
         Returns: its first token, for which the host waits.
         """
-        aside = self.aside()
-        aside.seeds_B = seed_1
-        aside.start([context], [limit], [stops], self.stop_BS.shape[1])
-        self.engine.take_row(row, aside.engine, len(context))
+        return self.admit_rows([row], [context], [limit], [stops], seed_1)[0]
+
+    @torch.inference_mode()
+    def admit_rows(
+        self,
+        rows: list[int],
+        contexts: list[list[int]],
+        limits: list[int],
+        stops: list[set[int]],
+        seeds_n: Tensor | None = None,
+        places: int = 1,
+    ) -> list[int]:
+        """Give the places of rows that ended to other contexts, between two cycles.
+
+        They start in a batch of their own, whose states then become the rows'. Tensors of `state` are replaced by new
+        ones, so that nothing that holds the old ones changes.
+
+        Args:
+            seeds_n: int64, the rows' seeds, where rows draw by seeds.
+            places: rows of that batch, 1 with a drafter. Fewer contexts leave some idle: another batch size would need
+                other graphs.
+        Returns: their first tokens, for which the host waits.
+        """
+        aside, count = self.aside(places), len(rows)
+        idle = places - count
+        aside.seeds_B = seeds_n if seeds_n is None or not idle else torch.cat([seeds_n, seeds_n.new_zeros(idle)])
+        filled = [*contexts, *[contexts[0][:1]] * idle], [*limits, *[1] * idle], [*stops, *[set[int]()] * idle]
+        aside.start(*filled, self.stop_BS.shape[1])
+        longest = max(map(len, contexts))
+        self.engine.take_rows(rows, aside.engine, longest)
         if self.drafter is not None and aside.drafter is not None:
-            self.drafter.take_row(row, aside.drafter, len(context))
+            (row,) = rows
+            self.drafter.take_row(row, aside.drafter, longest)
+        place = slice(rows[0], rows[0] + 1) if count == 1 else torch.tensor(rows, device=self.engine.device)
         for (owner, name), (giver, given) in zip(self.row_state, aside.row_state, strict=True):
             whole = getattr(owner, name).clone()
-            whole[row : row + 1] = getattr(giver, given)
+            whole[place] = getattr(giver, given)[:count]
             setattr(owner, name, whole)
-        self.longest = max(self.longest, len(context))
-        self.scheduler.admitted(row)
-        return int(aside.roots_B)
+        self.longest = max(self.longest, longest)
+        for row in rows:
+            self.scheduler.admitted(row)
+        first: list[int] = aside.roots_B[:count].tolist()
+        return first
 
-    def aside(self) -> Loop:
-        """The batch of one row in which admitted contexts start."""
-        if self._aside is None:
+    def aside(self, places: int = 1) -> Loop:
+        """The batch, of so many rows, in which admitted contexts start."""
+        if places not in self._asides:
             drafter = None if self.drafter is None else self.drafter.aside()
-            engine, scheduler = self.engine.aside(), self.scheduler.aside()
-            self._aside = Loop(engine, drafter, self.sampling, self.generator, None, scheduler)
-        return self._aside
+            engine, scheduler = self.engine.aside(places), self.scheduler.aside()
+            self._asides[places] = Loop(engine, drafter, self.sampling, self.generator, None, scheduler)
+        return self._asides[places]
 
     def _choose(self, logits_BV: Tensor, ahead: int = 0) -> Tensor:
         """The target's next token of every row. Args: ahead: tokens between the context's end and its position."""
@@ -240,10 +268,10 @@ class Loop:
         flat = flatten(tree.valid_BN, shape.rows) if reach_BN is None else cut(reach_BN, tree.valid_BN, shape.rows)
         return tree.keep(flat.kept_BM[:, 1:]), flat
 
-    def read(self, table: Tensor) -> list[list[int]]:
+    def read(self, table: Tensor) -> NDArray[np.int64]:
         """A cycle's table on the host. Sets `longest`, by which forwards that are not captured read less KV."""
-        lines: list[list[int]] = table.tolist()
-        self.longest = max(line[LENGTH] for line in lines)
+        lines: NDArray[np.int64] = table.cpu().numpy()
+        self.longest = int(lines[:, LENGTH].max())
         return lines
 
     def commit(self) -> None:

@@ -131,17 +131,38 @@ class Decoder:
             scheduler: see `decode`. Captured cycles are its own.
         """
         rows = len(contexts) if rows is None else min(rows, len(contexts))
+        given = contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows, scheduler
         try:
-            return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows, scheduler)
-        except (HeadstartError, torch.OutOfMemoryError):
-            raise
+            return self._run(*given)
         except Exception as error:  # noqa: BLE001 - an error with another cause is raised again by the second run
-            if self.fused is None:
-                raise
-            self._give_up_fused(error)
+            self.go_on_unfused(error)
+        return self._run(*given)
+
+    def go_on_unfused(self, error: Exception) -> None:
+        """After an error in the fused form, decode by transformers' own forward from now on.
+
+        Raises: the error itself where that would not help.
+        """
+        if isinstance(error, HeadstartError | torch.OutOfMemoryError) or self.fused is None:
+            raise error
+        self._give_up_fused(error)
         self.drop_buffers()
         self.graphs.clear()
-        return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop, rows, scheduler)
+
+    def engine_for(self, rows: int, needed: int) -> Engine:
+        """An engine of so many rows, with at least so many KV slots: the one that is there if it fits."""
+        engine = self.engine
+        if engine is None or engine.batch != rows or engine.capacity < needed:
+            # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
+            capturable = self._capturable
+            lasting = self.fused is not None or capturable
+            capacity = round_up_slots(needed) if lasting else -(-needed // KV_BUCKET) * KV_BUCKET
+            # free the old buffers before the new ones are made
+            self.engine = engine = None
+            self.graphs.clear()
+            self.engine = engine = Engine(self.target.model, rows, capacity, bucket=KV_BUCKET, fused=self.fused)
+            engine.capturable = capturable
+        return engine
 
     def _run(
         self,
@@ -156,17 +177,7 @@ class Decoder:
     ) -> Decoded:
         longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
-        engine = self.engine
-        if engine is None or engine.batch != rows or engine.capacity < needed:
-            # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
-            capturable = self._capturable
-            lasting = self.fused is not None or capturable
-            capacity = round_up_slots(needed) if lasting else -(-needed // KV_BUCKET) * KV_BUCKET
-            # free the old buffers before the new ones are made
-            self.engine = engine = None
-            self.graphs.clear()
-            self.engine = engine = Engine(self.target.model, rows, capacity, bucket=KV_BUCKET, fused=self.fused)
-            engine.capturable = capturable
+        engine = self.engine_for(rows, needed)
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids) if stop else set()
         before = self.graphs.seconds

@@ -109,11 +109,11 @@ class GenericModel:
         if self.recurrent is not None:
             self.recurrent.take(count_B)
 
-    def take_row(self, row: int, other: GenericModel, slots: int) -> None:
-        """Copy the only row of another one of the same model into a row: its first slots and its states."""
-        self.kv.take_row(row, other.kv, slots)
+    def take_row(self, row: int, other: GenericModel, slots: int, source: int = 0) -> None:
+        """Copy row `source` of another one of the same model into a row: its first slots and its states."""
+        self.kv.take_row(row, other.kv, slots, source)
         if self.recurrent is not None and other.recurrent is not None:
-            self.recurrent.take_row(row, other.recurrent)
+            self.recurrent.take_row(row, other.recurrent, source)
 
     def _run(self, tokens_BM: Tensor, visibility: Visibility, extent: int, options: dict[str, Any]) -> Any:
         around: AbstractContextManager[None] = nullcontext()

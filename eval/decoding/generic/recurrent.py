@@ -228,11 +228,11 @@ class RecurrentStates:
             count_b = count_B.to(whole.device)
             whole[:, 0] = whole[:, count_b, torch.arange(self.batch, device=whole.device)]
 
-    def take_row(self, row: int, other: RecurrentStates) -> None:
-        """Copy the current states of another's only row into a row of these."""
+    def take_row(self, row: int, other: RecurrentStates, source: int) -> None:
+        """Copy the current states of another's row `source` into a row of these."""
         for n, layer in self.layers.items():
             for key, now in layer.now.items():
-                now[row] = other.layers[n].now[key][0]
+                now[row] = other.layers[n].now[key][source]
 
     def _allocate(self, tokens: int) -> None:
         """Make room for `tokens` values of every state: before a forward, and after each token. Current states stay."""

@@ -1,61 +1,148 @@
-"""What `headstart inspect` shows: counts over samples, and samples as text with the supervised tokens marked."""
+"""What `headstart inspect` shows of a sample: its text token by token, and what each token is to the head.
+
+A supervised token is *drafted* at the depths at which it is a label of some row (heads/positions.py). The first token
+of an answer is supervised and never drafted: the target gives it. A token outside the draft vocabulary is not drafted
+either, because the head cannot propose it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from headstart.data.samples import Sample
+from headstart.data.prepare import PreparedData
+from headstart.data.samples import COPIED, Sample
+from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.positions import drafted_depths
+
+#: what a token is to the head
+PROMPT, COPY, ROOT, DRAFTED, OUTSIDE = "prompt", "copy", "supervised", "drafted", "outside"
+#: marks, the hardest to draft last
+HARDNESS = (DRAFTED, ROOT, OUTSIDE, PROMPT, COPY)
+#: tokens that a character may be made of; what has no text by then is shown as it is
+LONGEST_CHARACTER = 8
 
 
-def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Counts and lengths (tokens) of a set of samples.
+@dataclass(frozen=True)
+class ShownToken:
+    """One token of a sample.
 
-    Returns: samples, tokens, supervised_tokens, turns, tasks {task: samples}, open_ended (no end of turn),
-        length {min, median, p95, max}, answer {min, median, p95, max} per assistant turn.
+    Attributes:
+        id: token id.
+        text: what the token adds to the text. A character of several tokens belongs to the last of them.
+        turn: number of the assistant turn, -1 outside of answers, COPIED in one that repeats held-out text.
+        supervised: whether the token is supervised.
+        depths: number of depths at which it is a label, 0 … K.
+        in_draft_vocabulary: whether the head can propose it.
     """
-    answers: list[int] = []
-    for sample in samples:
-        answers += np.unique(sample.turn_ids[sample.turn_ids >= 0], return_counts=True)[1].tolist()
+
+    id: int
+    text: str
+    turn: int
+    supervised: bool
+    depths: int
+    in_draft_vocabulary: bool = True
+
+    @property
+    def mark(self) -> str:
+        """PROMPT: not supervised. COPY: would be, but repeats held-out text. ROOT: supervised, the label of no row.
+        OUTSIDE: a label that is not in the draft vocabulary. DRAFTED: a label that the head can propose."""
+        if not self.supervised:
+            return COPY if self.turn == COPIED else PROMPT
+        if not self.depths:
+            return ROOT
+        return DRAFTED if self.in_draft_vocabulary else OUTSIDE
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields as JSON values. `drafted`, the depths at which the head learns to draft it, replaces `depths`."""
+        drafted = self.depths if self.mark == DRAFTED else 0
+        values: dict[str, Any] = {"id": self.id, "text": self.text, "turn": self.turn, "supervised": self.supervised}
+        return {**values, "drafted": drafted, "in_draft_vocabulary": self.in_draft_vocabulary, "mark": self.mark}
+
+
+def shown_tokens(sample: Sample, tokenizer: Any, depth: int, draftable_V: Tensor | None = None) -> list[ShownToken]:
+    """The tokens of a sample, for a head of K = `depth`.
+
+    Args: draftable_V: bool [V], the draft vocabulary (heads.vocab.membership); None = all tokens.
+    """
+    tokens_T, turn_T = sample.tensors()
+    drafted_T = drafted_depths(turn_T, torch.zeros_like(turn_T), depth)
+    inside_T = torch.ones_like(turn_T, dtype=torch.bool) if draftable_V is None else draftable_V[tokens_T]
+    turns = sample.turn_ids if sample.answer_ids is None else sample.answer_ids
+    ids = tokens_T.tolist()
+    texts, supervised = token_texts(ids, tokenizer), (turn_T >= 0).tolist()
+    rows = zip(ids, texts, turns.tolist(), supervised, drafted_T.tolist(), inside_T.tolist(), strict=True)
+    return [ShownToken(*row) for row in rows]
+
+
+def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """What each token adds to the text; together they are the whole text. Special tokens are shown.
+
+    A token is decoded behind the ones before it, because some tokenizers drop the space in front of a first word.
+    """
+
+    def decoded(first: int, past: int) -> str:
+        return tokenizer.decode(ids[first:past], clean_up_tokenization_spaces=False)
+
+    texts: list[str] = []
+    context = done = 0  # first token of the last text that was whole, and the first token after it
+    for past in range(1, len(ids) + 1):
+        before, now = decoded(context, done), decoded(context, past)
+        whole = not now.endswith("\ufffd") or past == len(ids) or past - done >= LONGEST_CHARACTER
+        texts.append(now[len(before) :] if whole else "")
+        if whole:
+            context, done = done, past
+    return texts
+
+
+def characters(tokens: Iterable[ShownToken]) -> Iterator[ShownToken]:
+    """The tokens; those that make one character together become one, with the mark of the hardest to draft of them."""
+    parts: list[ShownToken] = []
+    for token in tokens:
+        parts.append(token)
+        if token.text:
+            hardest = max(parts, key=lambda part: (HARDNESS.index(part.mark), -part.depths))
+            yield replace(hardest, text=token.text)
+            parts = []
+
+
+def pieces(tokens: Iterable[ShownToken]) -> Iterator[tuple[str, bool]]:
+    """Consecutive `(text, supervised)` pieces; a new piece also starts where one assistant turn follows another."""
+    for (supervised, _), group in groupby(tokens, key=lambda t: (t.supervised, t.turn if t.supervised else -1)):
+        yield "".join(token.text for token in group), supervised
+
+
+def as_json(tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """`pieces` [{text, supervised}] and `tokens` [ShownToken.as_json] as JSON values."""
     return {
-        "samples": len(samples),
-        "tokens": sum(map(len, samples)),
-        "supervised_tokens": sum(answers),
-        "turns": len(answers),
-        "tasks": dict(sorted(Counter(str(s.meta.get("task") or "-") for s in samples).items())),
-        "open_ended": sum(s.finish_reason == "length" for s in samples),
-        "length": _quantiles([len(s) for s in samples]),
-        "answer": _quantiles(answers),
+        "pieces": [{"text": text, "supervised": supervised} for text, supervised in pieces(tokens)],
+        "tokens": [token.as_json() for token in tokens],
     }
 
 
-def _quantiles(values: Sequence[int]) -> dict[str, int]:
-    if not values:
-        return {"min": 0, "median": 0, "p95": 0, "max": 0}
-    at = np.percentile(np.asarray(values), [0, 50, 95, 100], method="inverted_cdf")
-    return dict(zip(("min", "median", "p95", "max"), map(int, at), strict=True))
+def find_samples(data: PreparedData, name: str) -> list[Sample]:
+    """The samples of the conversation `name`, or the one sample of that id, from both sides of the split.
 
-
-def render_sample(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Consecutive `(text, supervised)` pieces; a new piece also starts where one assistant turn follows another.
-
-    Special tokens are shown. A piece is decoded as a whole, because a character may be made of several tokens.
+    Raises: DataError for a conversation that was dropped, with the reason; ConfigError for an unknown id, with the
+    nearest ones.
     """
-    pieces: list[tuple[str, bool]] = []
-    start = 0
-    for stop in range(1, len(sample) + 1):
-        if stop == len(sample) or sample.turn_ids[stop] != sample.turn_ids[start]:
-            ids = sample.token_ids[start:stop].tolist()
-            pieces.append(
-                (tokenizer.decode(ids, clean_up_tokenization_spaces=False), bool(sample.turn_ids[start] >= 0))
-            )
-            start = stop
-    return pieces
-
-
-def render_tokens(sample: Sample, tokenizer: Any) -> list[tuple[str, int]]:
-    """`(text of one token, its turn)` per token, -1 = unsupervised: for checking a mask token by token."""
-    return [(tokenizer.decode([int(i)]), int(t)) for i, t in zip(sample.token_ids, sample.turn_ids, strict=True)]
+    samples = [*data.train, *data.held_out]
+    found = [sample for sample in samples if name in (sample.id, sample.meta.get("conversation"))]
+    if found:
+        return found
+    dropped = {"repeats held-out text and has no other answer": data.split.copies}
+    for report in (data.report, data.held_out_report):
+        dropped |= {} if report is None else report.dropped
+    for reason, names in dropped.items():
+        if name in names:
+            raise DataError(f"--id: {name} was dropped: {reason}")
+    known = dict.fromkeys(str(sample.meta.get("conversation", sample.id)) for sample in samples)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    some = f"the nearest are {', '.join(near)}" if near else f"the first are {', '.join(list(known)[:3])}"
+    raise ConfigError(f"--id: found {name!r}, expected the id of one of {len(known)} conversations; {some}")

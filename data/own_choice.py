@@ -37,13 +37,17 @@ class OwnChoice:
     """How many of `tokens` answer tokens are the target's own greedy choice after the tokens before them.
 
     The first token of an answer is not counted: no head drafts it.
+
+    Attributes:
+        inside: how many of the target's choices there are in the draft vocabulary; 0 where that was not asked.
     """
 
     own: int = 0
     tokens: int = 0
+    inside: int = 0
 
     def __add__(self, other: OwnChoice) -> OwnChoice:
-        return OwnChoice(self.own + other.own, self.tokens + other.tokens)
+        return OwnChoice(self.own + other.own, self.tokens + other.tokens, self.inside + other.inside)
 
     @property
     def share(self) -> float:
@@ -88,20 +92,28 @@ def answer_choices(batch: FeatureBatch) -> tuple[Tensor, Tensor]:
     return batch.tokens_R[label_A], choice_A
 
 
-def own_choice(batch: FeatureBatch) -> OwnChoice:
-    """Count the answers of one pack, whose anchors are all there. 0 tokens where the target did not run."""
+def own_choice(batch: FeatureBatch, draftable_V: Tensor | None = None) -> OwnChoice:
+    """Count the answers of one pack, whose anchors are all there. 0 tokens where the target did not run.
+
+    Args: draftable_V: bool [V], the draft vocabulary, to count `inside`.
+    """
     said_A, choice_A = answer_choices(batch)
-    return OwnChoice(int((said_A == choice_A).sum()), len(said_A))
+    inside = 0 if draftable_V is None else int(draftable_V.to(choice_A.device)[choice_A].sum())
+    return OwnChoice(int((said_A == choice_A).sum()), len(said_A), inside)
 
 
 def own_choice_of(
-    target: Target, samples: Sequence[Sample], seed: int, sample_tokens: int = SAMPLE_TOKENS
+    target: Target,
+    samples: Sequence[Sample],
+    seed: int,
+    sample_tokens: int = SAMPLE_TOKENS,
+    draftable_V: Tensor | None = None,
 ) -> OwnChoice:
-    """Run the target over a few random samples and count. The same seed takes the same samples."""
+    """Run the target over a few random samples and count, as `own_choice`. The same seed takes the same samples."""
     order = np.random.default_rng(seed).permutation(len(samples)).tolist()
     seen, found = 0, OwnChoice()
     while order and seen < sample_tokens:
         sample = samples[order.pop()]
         seen += len(sample)
-        found += own_choice(extract(target, [sample], FeatureSpec()))
+        found += own_choice(extract(target, [sample], FeatureSpec()), draftable_V)
     return found

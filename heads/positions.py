@@ -8,6 +8,7 @@ Worked example: two turns of one conversation, K = 3 (`.` is a prompt token, `A`
     depths_t       0   2   1   0   0   0   1   0   0
 
     next_t         0   1   1   1   0   0   1   1   0
+    drafted_t      0   0   0   1   2   0   0   0   1
 
 Row t is *supervised at depth d* iff x_{t+1}, …, x_{t+1+d} are tokens of one assistant turn of one
 document. Row 1 is the last prompt token: its feature is what serving has when the root A0 was just
@@ -15,7 +16,8 @@ sampled, so it drafts A1 (depth 1) and A2 (depth 2). Row 2 drafts A2 after the r
 The label of row t at depth d is x_{t+1+d}; its teacher is the target's distribution at row t + d.
 Supervised rows at depth d + 1 are a subset of those at depth d. What the target itself learns needs no draft: row t
 *predicts a supervised token* (`next_t`) iff x_{t+1} is one, of its document. These are the rows supervised at depth 1,
-and the row before the last token of every turn.
+and the row before the last token of every turn. Seen from the tokens: x_t is the label of `drafted_t` rows, each at
+another depth. A2 is the label of row 1 at depth 2 and of row 2 at depth 1; A0 and B0 are roots, which no row drafts.
 """
 
 from __future__ import annotations
@@ -63,6 +65,20 @@ def predicting_rows(turn_R: Tensor, doc_R: Tensor) -> Tensor:
     found = torch.zeros_like(turn_R, dtype=torch.bool)
     found[:-1] = (turn_R[1:] >= 0) & (doc_R[1:] == doc_R[:-1]) & (doc_R[:-1] >= 0)
     return found
+
+
+def drafted_depths(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Tensor:
+    """At how many depths (0 … max_depth) each token is a label (`drafted_t` above). Args as supervised_depths.
+
+    Returns: int64 [R].
+    """
+    depths_R = supervised_depths(turn_R, doc_R, max_depth)
+    # the labels of row t are tokens t + 2 … t + 1 + depths_t: one more from the first on, one fewer behind the last
+    first_R = torch.arange(2, len(depths_R) + 2, device=depths_R.device)
+    change = torch.zeros(len(depths_R) + 3 + max_depth, dtype=torch.int64, device=depths_R.device)
+    change.index_add_(0, first_R, torch.ones_like(depths_R))
+    change.index_add_(0, first_R + depths_R, torch.full_like(depths_R, -1))
+    return change.cumsum(0)[: len(depths_R)]
 
 
 @dataclass(frozen=True)

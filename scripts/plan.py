@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -15,7 +16,7 @@ from headstart.console import Console
 from headstart.data.packing import POOL, make_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.base import Head
-from headstart.heads.errors import ConfigError, DataError, HeadstartError
+from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
 from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.load import weightless_target
 from headstart.pipeline.data import trained_samples
@@ -104,9 +105,10 @@ class DataShape:
         return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes])
 
 
-def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
+def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | None = None) -> Plan:
     """Plan without loading the target's weights.
 
+    Args: run: of this recipe, if its data was read already.
     Raises: ConfigError when training would refuse such a launch; what train.plan.require_fit raises where it cannot
     fit, after the plan was shown.
     """
@@ -117,7 +119,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     refuse_ahead(recipe, target)
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
-    head, data = planned_training(recipe, target), data_of(Run(recipe, console, target), launch)
+    head, data = planned_training(recipe, target), data_of(run or Run(recipe, console, target), launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     layout = _layout(recipe, launch, node_ranks, data.supervised)
     if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:
@@ -240,13 +242,40 @@ def render(plan: Plan) -> Group:
     card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}"
     table.add_row("peak (target and head activations do not overlap)", f"{plan.peak / GIB:.2f}{card}", style="bold")
     steps = "as many steps as train.max_seconds allows, each" if plan.steps is None else f"{plan.steps} steps"
-    hours = "hours unknown" if plan.hours is None else ("under 0.1 h" if plan.hours < 0.1 else f"{plan.hours:.2g} h")
     disk = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.disk.items())
     lines = [
-        f"{steps} of {plan.tokens_per_step:.0f} tokens; {hours}",
+        f"{steps} of {plan.tokens_per_step:.0f} tokens; {hours_of(plan)}",
         f"disk: {sum(plan.disk.values()) / GIB:.1f} GiB ({disk})",
         f"host memory for checkpoints: {plan.host / GIB:.1f} GiB",
         *([] if plan.target is None else [f"target: {plan.target}"]),
         *(f"note: {note}" for note in plan.notes),
     ]
     return Group(table, *(Text(line) for line in lines))
+
+
+def hours_of(plan: Plan) -> str:
+    """The hours of a plan in words."""
+    if plan.hours is None:
+        return "hours unknown"
+    return "under 0.1 h" if plan.hours < 0.1 else f"{plan.hours:.2g} h"
+
+
+def prediction(run: Run) -> dict[str, Any]:
+    """What `headstart plan` says of epochs, steps and hours on the GPUs of this machine, as JSON values.
+
+    Returns: epochs, steps, hours, tokens_per_step, tokens_per_s, summary (in words); `refused` instead, with the
+        reason, where the plan refuses the run.
+    """
+    launch = Launch(gpus=torch.cuda.device_count() or 1)
+    try:
+        plan = plan_recipe(run.recipe, launch, Console(silent=True), run)
+    except HeadstartError as error:
+        return {"refused": first_line(error), "summary": f"refused: {first_line(error)}"}
+    seen = "" if plan.epochs is None else f"{plan.epochs:.3g} epochs, "
+    steps = "as many steps as the time allows" if plan.steps is None else f"{plan.steps:,} steps"
+    card = f"{launch.gpus} GPU{'s' * (launch.gpus > 1)} of this machine" if torch.cuda.is_available() else (
+        "an H100 (there is no GPU here)"
+    )  # fmt: skip
+    summary = f"{seen}{steps} of {plan.tokens_per_step:,.0f} tokens, {hours_of(plan)} expected on {card}"
+    names = ("epochs", "steps", "hours", "tokens_per_step", "tokens_per_s")
+    return {**{name: getattr(plan, name) for name in names}, "summary": summary}

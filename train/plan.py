@@ -98,6 +98,8 @@ class Plan:
         disk: bytes by what they are for.
         steps: optimiser steps; None when only a clock ends the run.
         hours: at the tokens/s that were given; None without.
+        epochs: how often the run sees the data; None where only a clock ends it and no tokens/s were given.
+        tokens_per_s: of the whole launch, as given.
         device_bytes: memory of one card; None = unknown, and everything fits.
         notes: what was assumed.
         target: how large the target is; None for a plan that was made without one.
@@ -114,6 +116,8 @@ class Plan:
     device_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
     target: TargetSizes | None = None
+    epochs: float | None = None
+    tokens_per_s: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -283,10 +287,19 @@ def make_plan(
     hours = None if steps is None or not tokens_per_s else steps * tokens_per_step / tokens_per_s / 3600
     if config.max_seconds is not None:
         hours = min(hours or float("inf"), config.max_seconds / 3600)
+    seen = [] if steps is None else [steps * tokens_per_step]
+    if config.epochs is not None:  # the last step may be a part of one
+        seen.append(config.epochs * tokens_per_epoch)
+    if hours is not None and tokens_per_s:
+        seen.append(hours * 3600 * tokens_per_s)
+    epochs = min(seen) / tokens_per_epoch if seen and tokens_per_epoch else None
     disk = disk_of(target, head, config, layout, steps, tokens_per_epoch)
     host = 5 * parameter_bytes(head.parameters(), 4)
     sizes = TargetSizes.of(target.model)
-    return Plan(layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes), sizes)
+    return Plan(
+        layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes), sizes, epochs,
+        tokens_per_s,
+    )  # fmt: skip
 
 
 def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from headstart.data.config import SourceConfig
+from headstart.data.own_choice import OwnChoice
 from headstart.data.prepare import ALONE, PreparedData, Ranks
 from headstart.data.prepare import prepare as tokenise
 from headstart.data.samples import Sample, supervise_everything
+from headstart.data.statistics import drafted_tokens, exact_copies, scripts, summarise
 from headstart.heads.errors import DataError
 from headstart.heads.files import write_json, write_text
+from headstart.heads.vocab import membership
 from headstart.pipeline.run import EVAL_DATA, Run
 
 
@@ -50,14 +57,45 @@ def trained_samples(run: Run) -> list[Sample]:
     return samples if run.recipe.data.supervise == "answers" else [supervise_everything(sample) for sample in samples]
 
 
-def save_data_report(run: Run) -> None:
+def counts_of(run: Run, trained: Sequence[Sample]) -> dict[str, Any]:
+    """`summarise` of the training samples. Under data.supervise=all every token is supervised; turns and answers are
+    counted as they are."""
+    return {**summarise(prepare(run).train), "supervised_tokens": sum(sample.supervised for sample in trained)}
+
+
+def statistics_of(run: Run, draft_ids_U: Tensor | None, own: OwnChoice | None = None) -> dict[str, Any]:
+    """Numbers about the training samples, as JSON values; what each means stands in docs/data.md.
+
+    Args: draft_ids_U: int64 [U], None where the head drafts all tokens. own: whose text the answers are, if known.
+    """
+    trained, target = trained_samples(run), run.either_target
+    whole = target.dims.vocab_size
+    every = drafted_tokens(trained, run.recipe.head.depth)
+    counts = {**counts_of(run, trained), "drafted_tokens": every}
+    vocabulary = None
+    if draft_ids_U is not None:
+        inside = drafted_tokens(trained, run.recipe.head.depth, membership(draft_ids_U.cpu(), whole))
+        counts["drafted_tokens"] = inside
+        vocabulary = {"size": len(draft_ids_U), "of": whole, "coverage": inside / every if every else 0.0}
+    return {
+        **counts,
+        "depth": run.recipe.head.depth,
+        "duplicates": {"exact": exact_copies(trained)},
+        "scripts": scripts(trained, target.tokenizer, run.recipe.seed),
+        "draft_vocabulary": vocabulary,
+        "own_choice": None if own is None else own.as_dict(),
+    }
+
+
+def save_data_report(run: Run, statistics: dict[str, Any] | None = None) -> None:
     """Write data/report.json, data/held_out.jsonl with the prompts that an evaluation decodes, and data/rejects.jsonl
-    with the rows that were left out, if any."""
+    with the rows that were left out, if any. Args: statistics: of `statistics_of`."""
     data = prepare(run)
     held = data.held_out_report
     report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
     rejected = {"rejected": dict(data.rejects.counts)} if data.rejects.counts else {}
-    write_json(run.dir / "data" / "report.json", {**report, "split": data.split.as_dict(), **rejected})
+    more = {} if statistics is None else {"statistics": statistics}
+    write_json(run.dir / "data" / "report.json", {**report, "split": data.split.as_dict(), **rejected, **more})
     data.rejects.write(run.dir / "data" / "rejects.jsonl")
     records = [
         {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}

@@ -17,7 +17,14 @@ from headstart.heads.families import build_head
 from headstart.heads.formats import save_head
 from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.provenance import provenance
-from headstart.pipeline.data import first_prompt, held_out_prompts, prepare, save_data_report, trained_samples
+from headstart.pipeline.data import (
+    first_prompt,
+    held_out_prompts,
+    prepare,
+    save_data_report,
+    statistics_of,
+    trained_samples,
+)
 from headstart.pipeline.draft_vocab import choose_vocabulary, keep_vocabulary
 from headstart.pipeline.features import feature_source, store_features
 from headstart.pipeline.inputs import lasting
@@ -29,7 +36,7 @@ from headstart.refusals import require_decoding
 from headstart.saved_heads import continued_head
 from headstart.train import loop
 from headstart.train.checkpoints.resume import TRAINED
-from headstart.train.coverage import measure_coverage
+from headstart.train.coverage import Coverage, measure_coverage
 from headstart.train.launching.setup import check_layout
 from headstart.train.step import autocast_dtype
 from headstart.train.stream import TrainData
@@ -92,12 +99,12 @@ def _train(
     source = features
     if source is None:
         source = feature_source(run, samples, "train", training, training.depth)
-    _say_coverage(run, training, source)
+    covered = _say_coverage(run, training, source)
     origin = {**provenance(target.device), "recipe": run.inputs.recipe_facts(), "target": target.fingerprint()}
     validator = _validator(run, data, training, accelerator)
     begin()
     if main:
-        save_data_report(run)
+        save_data_report(run, _statistics(run, head, covered))
         keep_placeholder(run, head.config)
         keep_vocabulary(run, head)
     supervised = [sample.supervised for sample in samples]
@@ -153,12 +160,12 @@ def head_and_features(run: Run) -> tuple[Head, FeatureSource | None]:
     return head, source
 
 
-def _say_coverage(run: Run, head: Head, source: Any) -> None:
+def _say_coverage(run: Run, head: Head, source: Any) -> Coverage | None:
     """Look at a few training samples: say what share of their rows can train with this draft vocabulary, and what share
-    of the answers the target would have written. Needs a target that is not sharded, and a head that does not run it.
+    of the answers the target would have written. None for a sharded target and a head that runs the target itself.
     """
     if run.target.lockstep or head.spec.tokens_alone:
-        return
+        return None
     found = measure_coverage(head, source, run.recipe.seed, run.target.teacher)
     if found.rows and head.draft_ids_U is not None:
         covered = found.inside / found.rows
@@ -168,6 +175,16 @@ def _say_coverage(run: Run, head: Head, source: Any) -> None:
         run.console.say(f"draft vocabulary: it holds the right token on {share}{kept}; other rows do not train{more}")
     if found.own.tokens:
         run.console.say(f"data: {found.own.line()}")
+    return found
+
+
+def _statistics(run: Run, head: Head, covered: Coverage | None) -> dict[str, Any]:
+    """Numbers about the training samples for data/report.json, with what the look at a few of them showed."""
+    found = statistics_of(run, head.draft_ids_U, covered.own if covered and covered.own.tokens else None)
+    if covered and covered.rows and found["draft_vocabulary"] is not None:
+        kept = {"rows_that_train": covered.inside / covered.rows, "rows": covered.rows}
+        found["draft_vocabulary"] |= kept | ({"probability": covered.mass / covered.rows} if covered.mass else {})
+    return found
 
 
 def measured_chain(run: Run, head: Head) -> int:

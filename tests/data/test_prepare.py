@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
-from headstart.data.inspection import render_sample, render_tokens, summarise
 from headstart.data.prepare import encode_token_turns, prepare, tokenize
 from headstart.data.records import Conversation, TokenTurn
 from headstart.data.samples import Sample, require_supervised, token_counts
@@ -112,29 +111,6 @@ def test_all_unsupervised_is_refused():
     with pytest.raises(DataError, match="0 samples"):
         require_supervised([])
     require_supervised([nothing, Sample("c", tokens, np.array([-1, 0, 0, -1], np.int32))])
-
-
-def test_inspection_marks_supervised_text(tokenizer):
-    (sample,), _ = tokenize([conversation()], tokenizer, config(), stops(tokenizer))
-    assert render_sample(sample, tokenizer) == [
-        ("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Hello there.<|im_end|>", True),
-        ("\n", False),
-    ]
-    assert render_tokens(sample, tokenizer)[-5:] == [
-        ("Hello", 0),
-        (" there", 0),
-        (".", 0),
-        ("<|im_end|>", 0),
-        ("\n", -1),
-    ]
-    facts = summarise([sample])
-    assert (facts["samples"], facts["tokens"], facts["supervised_tokens"], facts["turns"]) == (1, len(sample), 4, 1)
-    assert facts["tasks"] == {"chat": 1} and facts["answer"] == {"min": 4, "median": 4, "p95": 4, "max": 4}
-    assert summarise([])["length"]["max"] == 0
-    shorter = dataclasses.replace(sample, token_ids=sample.token_ids[:5], turn_ids=sample.turn_ids[:5])
-    spread = summarise([sample, shorter])["length"]
-    assert spread == {"min": 5, "median": 5, "p95": len(sample), "max": len(sample)}
 
 
 def test_prepare_from_files(tokenizer, write_jsonl):

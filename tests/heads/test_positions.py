@@ -9,7 +9,7 @@ from reference.documents import is_supervised
 from reference.tiny import turns_of
 
 from headstart.heads.batch import FeatureBatch
-from headstart.heads.positions import find_anchors, supervised_depths
+from headstart.heads.positions import drafted_depths, find_anchors, supervised_depths
 
 
 def pack(patterns: list[str], depth: int, pad_to: int = 0) -> FeatureBatch:
@@ -72,6 +72,25 @@ def test_depths_are_the_definition(patterns: list[str], depth: int, padding: int
     total = sum(map(len, patterns)) + padding
     batch = pack(patterns, depth, total)
     assert depths(batch, depth) == expected_depths(patterns, depth, padding)
+
+
+def test_worked_example_seen_from_the_tokens():
+    batch = pack(["..AAA..BB"], 3)
+    assert drafted_depths(batch.turn_R, batch.doc_R, 3).tolist() == [0, 0, 0, 1, 2, 0, 0, 0, 1]
+    assert drafted_depths(batch.turn_R[:0], batch.doc_R[:0], 3).tolist() == []
+
+
+@settings(deadline=None, max_examples=80)
+@given(documents_strategy, st.integers(1, 6), st.integers(0, 4))
+def test_drafted_depths_count_the_rows_that_have_the_token_as_label(patterns: list[str], depth: int, padding: int):
+    expected = []
+    for pattern in patterns:
+        turns = turns_of(pattern)
+        for label in range(len(turns)):
+            rows = [(label - 1 - d, d) for d in range(1, depth + 1) if label - 1 - d >= 0]
+            expected.append(sum(is_supervised(turns, t, d) for t, d in rows))
+    batch = pack(patterns, depth, sum(map(len, patterns)) + padding)
+    assert drafted_depths(batch.turn_R, batch.doc_R, depth).tolist() == expected + [0] * padding
 
 
 @settings(deadline=None, max_examples=80)

@@ -50,59 +50,6 @@ def test_python_dash_m(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.strip() == "0.1.0"
 
 
-def test_inspect_marks_exactly_the_assistants_tokens(headstart: Callable, recipe: Path) -> None:
-    settings = ("data.distill.prompts=[]", "data.held_out_fraction=0")
-    result = headstart("inspect", recipe, *settings, "--json", "-n", "1")
-    assert result.code == 0, result.err
-    pieces = result.json["samples"][0]["pieces"]
-    assert pieces[0] == {"text": "<|im_start|>user\nSay 0<|im_end|>\n<|im_start|>assistant\n", "supervised": False}
-    assert pieces[1] == {"text": "0 0 ok<|im_end|>", "supervised": True}
-    assert result.json["counts"]["samples"] == 24
-    shown = headstart("inspect", recipe, *settings, "-n", "1")
-    assert "⟦0 0 ok<|im_end|>⟧" in shown.out and "24 conversations → 24 samples" in shown.err
-
-
-def test_inspect_shows_all_tokens_supervised(headstart: Callable, recipe: Path) -> None:
-    """data.supervise=all: every token of the same samples trains, prompt and template included."""
-    settings = ("data.distill.prompts=[]", "data.held_out_fraction=0", "--json", "-n", "2")
-    answers = headstart("inspect", recipe, *settings).json
-    everything = headstart("inspect", recipe, *settings, "data.supervise=all").json
-    assert answers["counts"]["supervised_tokens"] < answers["counts"]["tokens"] == everything["counts"]["tokens"]
-    assert everything["counts"]["supervised_tokens"] == everything["counts"]["tokens"]
-    assert all(piece["supervised"] for sample in everything["samples"] for piece in sample["pieces"])
-    for name in ("turns", "answer", "length"):
-        assert everything["counts"][name] == answers["counts"][name]
-    wrong = headstart("inspect", recipe, "data.supervise=prompts")
-    assert wrong.code == 2 and "data.supervise" in wrong.err and "answers, all" in wrong.err
-
-
-def test_inspect_tells_whose_text_the_answers_are(headstart: Callable, recipe: Path) -> None:
-    """The random target did not write "0 0 ok"; of what it wrote itself, greedily, nearly all is its own choice."""
-    settings = ("data.held_out_fraction=0", "data.max_length=512")
-    other = headstart("inspect", recipe, *settings, "data.distill.prompts=[]", "--stats", "--json")
-    assert other.code == 0, other.err
-    found = other.json["own_choice"]
-    assert found["foreign"] and found["share"] < 0.3 and found["share"] == found["own"] / found["tokens"]
-    assert found["tokens"] == other.json["counts"]["supervised_tokens"] - other.json["counts"]["turns"]
-    shown = headstart("inspect", recipe, *settings, "data.distill.prompts=[]", "--stats")
-    assert f"{found['share']:.1%} of {found['tokens']} answer tokens" in shown.out
-    assert "WARNING" in shown.out and "data.distill.prompts" in shown.out
-    assert "own_choice" not in headstart("inspect", recipe, *settings, "data.distill.prompts=[]", "--json").json
-    assert headstart("distill", recipe, *settings, "data.sources=[]").code == 0
-    own = headstart("inspect", recipe, *settings, "data.sources=[]", "--stats", "--json").json["own_choice"]
-    assert own["share"] > 0.9 and not own["foreign"] and own["tokens"] > 0
-
-
-def test_inspect_counts_truncations(headstart: Callable, recipe: Path) -> None:
-    settings = ("data.distill.prompts=[]", "data.held_out_fraction=0", "data.max_length=40")
-    result = headstart("inspect", recipe, *settings, "--json")
-    report = result.json["report"]["train"]
-    # "<|im_start|>user\nSay 10<|im_end|>\n<|im_start|>assistant\n" is 27 tokens of this tokenizer
-    assert result.code == 0 and len(report["truncated"]) + sum(map(len, report["dropped"].values())) < 24
-    shorter = headstart("inspect", recipe, *settings[:2], "data.max_length=30", "--json").json["report"]["train"]
-    assert len(shorter["truncated"]) == 24
-
-
 def test_eval_measures_a_ready_head_on_own_prompts(
     headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path
 ) -> None:

@@ -11,22 +11,18 @@ trained in exactly the context in which it is generated.
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.answers import parse_answer
+from headstart.data.cutting import Cutter, Tokens
 from headstart.data.messages import Message
 from headstart.data.pieces import require_pieces, require_prompt
 from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError, chat_template
 from headstart.data.turns import Turn, find_turns, turn_at
 from headstart.heads.errors import TemplateError
 
-#: to find the token at a character, the text is tokenised again from this many words before it. One word would do for
-#: tokenizers that look ahead by a word
-WORDS_BEFORE = 4
 #: characters read per token when only the first tokens of a text are needed
 LETTERS = 8
 
@@ -46,35 +42,28 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """A tokenised text.
+class Request:
+    """A conversation to encode; the fields are the arguments of `ChatFormat.encode`."""
 
-    Attributes:
-        ids, offsets: token ids, and the characters of each token.
-        words: number of the word of each token; a tokenizer splits a text into words before it looks for tokens.
-        starts: the first token of every answer.
-        origins: for every answer, the character and the token at which its piece of the text begins. A piece is
-            tokenised on its own.
-    """
+    messages: Sequence[Message]
+    finish_reason: str = "stop"
+    turns: str = "all"
+    tools: Sequence[dict[str, Any]] = ()
+    max_length: int | None = None
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    words: list[int | None]
-    starts: list[int]
-    origins: list[tuple[int, int]]
 
-    def after(self, character: int, first: int) -> int:
-        """Index of the first token from `first` on that begins at `character` or later."""
-        return next((i for i in range(first, len(self.ids)) if self.offsets[i][0] >= character), len(self.ids))
+@dataclass(frozen=True)
+class _Part:
+    """The turns that share one text, which becomes one sample."""
 
-    def word_before(self, character: int, origin: int = 0) -> int:
-        """The token that begins the word WORDS_BEFORE words before `character`; `origin` if that comes later."""
-        token = min(bisect_left(self.offsets, (character, 0), origin), len(self.ids) - 1)
-        seen = 0
-        while token > origin and seen < WORDS_BEFORE:
-            token -= 1
-            seen += self.words[token] is None or self.words[token] != self.words[token - 1]
-        return max(token, origin)
+    turns: list[Turn]
+    messages: Sequence[Message]
+    finish_reason: str
+    tagged: bool
+
+    @property
+    def text(self) -> str:
+        return self.turns[-1].text
 
 
 class ChatFormat:
@@ -100,11 +89,11 @@ class ChatFormat:
                 f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the "
                 "characters of each token): load it with a tokenizer.json"
             )
-        self.renderer = Renderer(tokenizer, self.template_kwargs)
+        self.renderer, self.cutter = Renderer(tokenizer, self.template_kwargs), Cutter(tokenizer)
         if foot := self.renderer.find_foot():
             text = self.renderer.render(PROBE)[0].removesuffix(foot)
             # the template's last words stay where they hold an answer's only stop token
-            ended = self.stop_token_ids.intersection(self._ids(text[text.rfind(PROBE[1]["content"]) :]))
+            ended = self.stop_token_ids.intersection(self.cutter.ids(text[text.rfind(PROBE[1]["content"]) :]))
             self.renderer.foot = foot if ended else ""
         self._probed = False
         self._head: tuple[str, list[int]] = "", []
@@ -127,7 +116,7 @@ class ChatFormat:
         """
         text = self.render(messages, add_generation_prompt=True, tools=tools)
         require_prompt(messages, text, tools)
-        return self._ids(text)
+        return self.cutter.ids(text)
 
     def answer_message(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that a generated answer (without its stop token) stands for; see `parse_answer`."""
@@ -151,25 +140,55 @@ class ChatFormat:
                 tokens are returned: enough to report that it is too long.
         Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
-        self._probe()
-        answers = answers_of(messages)
-        supervised = find_turns(self.renderer, messages, answers if turns == "all" else answers[-1:], tools)
-        groups: list[list[Turn]] = []
-        for turn in reversed(supervised):
-            if groups and _goes_on(turn, groups[-1][0]):
-                groups[-1].append(turn)
-            else:
-                groups.append([turn])
-        groups = [group[::-1] for group in reversed(groups)]
-        for group in groups:
-            require_pieces(messages, group, tools)
-        reasons = ["stop"] * (len(groups) - 1) + [finish_reason]
-        tagged = self.renderer.tagged(tools)
-        encoded = []
-        for group, reason in zip(groups, reasons, strict=False):
-            beyond = None if max_length is None else self._beyond(group, max_length)
-            encoded.append(beyond or self._encode_group(group, messages, reason, tagged))
+        (encoded,) = self.encode_many([Request(messages, finish_reason, turns, tools, max_length)])
+        if isinstance(encoded, RefusedError):
+            raise encoded
         return encoded
+
+    def encode_many(self, requests: Sequence[Request]) -> list[list[Encoded] | RefusedError]:
+        """What `encode` returns for each conversation, or the reason why it is refused; tokenised together.
+
+        Raises: TemplateError when the template can mask no conversation.
+        """
+        self._probe()
+        plans = [self._parts(request) for request in requests]
+        parts = [part for plan in plans if isinstance(plan, list) for part in plan if isinstance(part, _Part)]
+        tokens = self.cutter.tokens([part.text for part in parts])
+        encoded: list[list[Encoded] | RefusedError] = []
+        for plan in plans:
+            if isinstance(plan, RefusedError):
+                encoded.append(plan)
+                continue
+            samples = [(part, next(tokens)) if isinstance(part, _Part) else (part, None) for part in plan]
+            try:
+                encoded.append([self._masked(*sample) for sample in samples])
+            except RefusedError as error:
+                encoded.append(error)
+        return encoded
+
+    def _parts(self, request: Request) -> list[_Part | Encoded] | RefusedError:
+        """The texts of a conversation that become samples; encoded already where only the beginning counts."""
+        messages, tools, answers = request.messages, request.tools, answers_of(request.messages)
+        try:
+            wanted = answers if request.turns == "all" else answers[-1:]
+            supervised = find_turns(self.renderer, messages, wanted, tools)
+            groups: list[list[Turn]] = []
+            for turn in reversed(supervised):
+                if groups and _goes_on(turn, groups[-1][0]):
+                    groups[-1].append(turn)
+                else:
+                    groups.append([turn])
+            groups = [group[::-1] for group in reversed(groups)]
+            for group in groups:
+                require_pieces(messages, group, tools)
+        except RefusedError as error:
+            return error
+        reasons = ["stop"] * (len(groups) - 1) + [request.finish_reason]
+        tagged, parts = self.renderer.tagged(tools), []
+        for group, reason in zip(groups, reasons, strict=False):
+            beyond = None if request.max_length is None else self._beyond(group, request.max_length)
+            parts.append(beyond or _Part(group, messages, reason, tagged))
+        return parts
 
     def _beyond(self, turns: list[Turn], max_length: int) -> Encoded | None:
         """The first max_length + 1 tokens if every answer begins after them, else None.
@@ -182,18 +201,23 @@ class ChatFormat:
         if not starts or min(starts) < len(head):
             return None
         if head != self._head[0]:
-            tokens = _Tokens(*self._tokens(head), [], [])
+            tokens = next(self.cutter.tokens([head]))
             # whatever follows, only the last words of `head` can be tokenised in another way
             self._head = head, tokens.ids[: tokens.word_before(len(head))]
         ids = self._head[1][: max_length + 1]
         return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
 
-    def _encode_group(
-        self, turns: list[Turn], messages: Sequence[Message], finish_reason: str, tagged: bool
-    ) -> Encoded:
-        text = turns[-1].text
-        spans = [(turn, start, end) for turn in turns for start, end in turn.spans]
-        tokens = self._split(text, [start for _, start, _ in spans])
+    def _masked(self, part: _Part | Encoded, whole: Tokens | None) -> Encoded:
+        """The sample of a part.
+
+        Args: whole: its text, tokenised.
+        """
+        if isinstance(part, Encoded) or whole is None:
+            assert isinstance(part, Encoded)
+            return part
+        text, finish_reason = part.text, part.finish_reason
+        spans = [(turn, start, end) for turn in part.turns for start, end in turn.spans]
+        tokens = self.cutter.split(text, [start for _, start, _ in spans], whole)
         turn_ids = [-1] * len(tokens.ids)
         stop_at = len(tokens.ids)
         broken = 0
@@ -204,11 +228,10 @@ class ChatFormat:
             first, final = tokens.starts[number], number + 1 == len(spans)
             # the next token may be the stop token: the tags leave it out, or it also begins the next message (GLM)
             limit = tokens.after(end, first) + 1
-            answer = range(first, min(limit, len(tokens.ids)))
-            stop = next((i for i in answer if tokens.ids[i] in self.stop_token_ids), None)
+            stop = self._first_stop(tokens.ids, first, min(limit, len(tokens.ids)))
             if stop is None:
-                past = self._content_end(text, tokens, number, messages[turn.index], start, end)
-                past = tokens.after(end, first) if past is None and tagged else past
+                past = self._content_end(text, tokens, number, part.messages[turn.index], start, end)
+                past = tokens.after(end, first) if past is None and part.tagged else past
                 if past is None:
                     raise UnmaskableError(
                         "chat template: an answer has no stop token and its text is not found in the rendering",
@@ -225,8 +248,18 @@ class ChatFormat:
                 stop_at = past
         return Encoded(tokens.ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
 
+    def _first_stop(self, ids: list[int], first: int, limit: int) -> int | None:
+        """The first stop token from `first` on and before `limit`."""
+        found = None
+        for token in self.stop_token_ids:
+            try:
+                limit = found = ids.index(token, first, limit)
+            except ValueError:
+                continue
+        return found
+
     def _content_end(
-        self, text: str, tokens: _Tokens, number: int, message: Message, start: int, end: int
+        self, text: str, tokens: Tokens, number: int, message: Message, start: int, end: int
     ) -> int | None:
         """Index after the last token of an answer without a stop token (templates of base models).
 
@@ -239,67 +272,7 @@ class ChatFormat:
         stop = place + len(said)
         if message.get("tool_calls"):  # which follow the content
             stop = start + len(text[start:end].rstrip())
-        return None if place < 0 else self._shared(text, tokens, stop, tokens.origins[number])[0]
-
-    def _split(self, text: str, starts: list[int]) -> _Tokens:
-        """Tokens of `text`, and the token at every character position in `starts` (ascending).
-
-        A prompt's ids must be the first ids of the whole, as in serving. Where one token would hold characters of both
-        sides (the prompt ends with a newline, the answer begins with one), the two sides are tokenised apart.
-        """
-        whole = _Tokens(*self._tokens(text), [], [])
-        for character in starts:
-            first, all_shared = self._shared(text, whole, character)
-            if not all_shared:
-                break
-            whole.starts.append(first)
-            whole.origins.append((0, 0))
-        else:
-            return whole
-        pieces = _Tokens([], [], [], [], [])
-        for begin, stop in zip([0, *starts], [*starts, len(text)], strict=True):
-            ids, offsets, words = self._tokens(text[begin:stop])
-            pieces.ids.extend(ids)
-            pieces.offsets.extend((a + begin, b + begin) for a, b in offsets)
-            pieces.words.extend(words)
-            pieces.starts.append(len(pieces.ids))
-        if self._decode(pieces.ids) != self._decode(whole.ids):
-            raise RefusedError(
-                "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
-            )
-        firsts = pieces.starts[:-1]
-        return _Tokens(pieces.ids, pieces.offsets, pieces.words, firsts, list(zip(starts, firsts, strict=True)))
-
-    def _shared(self, text: str, tokens: _Tokens, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
-        """How many first tokens `text[:position]` has in common with `text`, and whether these are all that it has.
-
-        Only the last words before `position` are tokenised again, because what comes before a word does not change its
-        tokens. If even the first of their tokens differs, this tokenizer does not split texts into words; then
-        everything from `origin` on is tokenised again.
-
-        Args: origin: the character, and its token, at which this piece of the text begins.
-        """
-        begun, first = origin
-        token = tokens.word_before(position, first)
-        # the offsets of some tokenizers leave out the space before a word, so begin where the token before ends
-        tries = [(tokens.offsets[token - 1][1], token)] if token > first else []
-        for begin, token in [*tries, (begun, first)]:
-            mine = self._ids(text[begin:position])
-            alike = len(os.path.commonprefix([mine, tokens.ids[token : token + len(mine)]]))
-            if alike:
-                break
-        return token + alike, alike == len(mine)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]], list[int | None]]:
-        """Ids, characters and words of the tokens of a text."""
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoding["input_ids"], encoding["offset_mapping"], encoding.word_ids(0)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return None if place < 0 else self.cutter.shared(text, tokens, stop, tokens.origins[number])[0]
 
     def _probe(self) -> None:
         """Raise TemplateError for a template that never tells which tokens are the assistant's. Looks once only."""
@@ -311,7 +284,8 @@ class ChatFormat:
         for probe in (list(PROBE), thinking):
             try:
                 turn = turn_at(self.renderer, probe, 1)
-                self._encode_group([turn], probe, "stop", self.renderer.tagged())
+                part = _Part([turn], probe, "stop", self.renderer.tagged())
+                self._masked(part, next(self.cutter.tokens([part.text])))
             except UnmaskableError as error:
                 failed = failed or error
                 continue

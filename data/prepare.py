@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headstart.data.chat import Encoded, answers_of
+from headstart.data.chat import ChatFormat, Encoded, Request, answers_of
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.media import dropped_for, file_and_line
 from headstart.data.prompts import Chats
@@ -142,15 +142,11 @@ def tokenize(
     report = TokenizeReport()
     chats = Chats(tokenizer, stop_token_ids, dict(config.template_kwargs))
 
-    def encode(conversation: Conversation) -> list[Tokens] | str:
-        if conversation.media is not None:
-            return dropped_for(conversation.media)
-        try:
-            encoded = _encode(conversation, chats, stop_token_ids, config)
-        except RefusedError as error:
-            return error.reason
-        as_ints = lambda ids: np.asarray(ids, np.int32)  # noqa: E731
-        return [(as_ints(e.token_ids), as_ints(e.turn_ids), e.finish_reason, e.broken) for e in encoded]
+    def encode(block: Sequence[Conversation]) -> list[list[Tokens] | str]:
+        return [
+            encoded if isinstance(encoded, str) else [_tokens(sample) for sample in encoded]
+            for encoded in _encode(block, chats, stop_token_ids, config)
+        ]
 
     for conversation, encoded in encode_on_ranks(conversations, encode, ranks):
         report.conversations += 1
@@ -173,45 +169,63 @@ def tokenize(
     return samples, report
 
 
+def _tokens(encoded: Encoded) -> Tokens:
+    ids, turns = np.array(encoded.token_ids, np.int32), np.array(encoded.turn_ids, np.int32)
+    return ids, turns, encoded.finish_reason, encoded.broken
+
+
 def _encode(
-    conversation: Conversation, chats: Chats, stop_token_ids: Sequence[int], config: DataConfig
-) -> list[Encoded]:
-    """Raises: RefusedError when the conversation cannot be trained on."""
-    if conversation.turns:
-        return encode_token_turns(conversation.turns, stop_token_ids, config.turns)
-    if not answers_of(conversation.messages):
-        raise RefusedError("no assistant answer")
-    chat = chats.of(conversation)
-    finish, tools = conversation.finish_reason, conversation.tools
-    return chat.encode(conversation.messages, finish, config.turns, tools, config.max_length)
+    conversations: Sequence[Conversation], chats: Chats, stop_token_ids: Sequence[int], config: DataConfig
+) -> list[list[Encoded] | str]:
+    """The samples of each conversation, or the reason why it cannot be trained on."""
+    made: list[list[Encoded] | str] = [""] * len(conversations)
+    groups: dict[int, tuple[ChatFormat, list[int]]] = {}  # those that share a format are tokenised together
+    for number, conversation in enumerate(conversations):
+        if conversation.media is not None:
+            made[number] = dropped_for(conversation.media)
+        elif conversation.turns:
+            made[number] = encode_token_turns(conversation.turns, stop_token_ids, config.turns)
+        elif not answers_of(conversation.messages):
+            made[number] = "no assistant answer"
+        else:
+            chat = chats.of(conversation)
+            groups.setdefault(id(chat), (chat, []))[1].append(number)
+    for chat, numbers in groups.values():
+        requests = [
+            Request(row.messages, row.finish_reason, config.turns, row.tools, config.max_length)
+            for row in (conversations[number] for number in numbers)
+        ]
+        for number, encoded in zip(numbers, chat.encode_many(requests), strict=True):
+            made[number] = encoded.reason if isinstance(encoded, RefusedError) else encoded
+    return made
 
 
 def encode_on_ranks(
-    conversations: Iterable[Conversation], encode: Callable[[Conversation], T], ranks: Ranks
+    conversations: Iterable[Conversation], encode: Callable[[Sequence[Conversation]], list[T]], ranks: Ranks
 ) -> Iterator[tuple[Conversation, T]]:
-    """Every conversation with the result of `encode`, in order. Each rank encodes a part of every block.
+    """Every conversation with its result of `encode`, in order. Each rank encodes a part of every block.
 
     Where ranks fail, all raise the error that one process alone would have met first.
     Raises: DataError when the ranks do not read the same conversations.
     """
-    if ranks.size == 1:
-        yield from ((conversation, encode(conversation)) for conversation in conversations)
-        return
     rows = iter(conversations)
     while True:
         block: list[Conversation] = []
-        made: list[T] = []
         failed: tuple[int, int, Exception] | None = None  # conversation, rank, error
         try:
             block.extend(islice(rows, BLOCK * ranks.size))  # keeps those before one that cannot be read
         except Exception as error:
             failed = len(block), ranks.rank, error
-        for number in range(ranks.rank, len(block), ranks.size):
-            try:
-                made.append(encode(block[number]))
-            except Exception as error:
-                failed = number, ranks.rank, error
-                break
+        made, wrong = _encode_block(encode, block[ranks.rank :: ranks.size])
+        if wrong is not None:
+            failed = ranks.rank + len(made) * ranks.size, ranks.rank, wrong
+        if ranks.size == 1:
+            yield from zip(block, made, strict=False)
+            if failed is not None:
+                raise failed[2]
+            if not block:
+                return
+            continue
         # without `where`: the file may have another path on another machine
         read = zlib.crc32(repr([replace(row, where="") for row in block]).encode("utf-8", "replace"))
         parts = ranks.gather((made, _portable(failed), len(block), read))
@@ -228,6 +242,22 @@ def encode_on_ranks(
             return
         for number, conversation in enumerate(block):
             yield conversation, parts[number % ranks.size][0][number // ranks.size]
+
+
+def _encode_block(
+    encode: Callable[[Sequence[Conversation]], list[T]], block: Sequence[Conversation]
+) -> tuple[list[T], Exception | None]:
+    """The results of a block; where that fails, those before the first conversation that fails alone, and its error."""
+    try:
+        return encode(block), None
+    except Exception:
+        made: list[T] = []
+        for conversation in block:
+            try:
+                made += encode([conversation])
+            except Exception as error:
+                return made, error
+        return made, None
 
 
 def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exception] | None:

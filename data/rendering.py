@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.data.messages import Message
+from headstart.data.one_pass import OnePass
 from headstart.heads.errors import TemplateError
 from headstart.heads.targets.template_date import fix_date, fixed_date
 
+#: fields of a message without tools, thoughts or names
+BARE = frozenset({"role", "content"})
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."})
 
@@ -96,6 +99,9 @@ class Renderer:
         self.foot = ""
         self.form = Form()
         self.form = find_form(self)
+        self._passes: dict[str, OnePass | None] = {}
+        #: kinds of messages for which one run of the template was found to tell the same as rendering every prefix
+        self.proven: set[frozenset[tuple[str, ...]]] = set()
 
     def tagged(self, tools: Sequence[dict[str, Any]] = ()) -> bool:
         """Whether the template marks the assistant's text by `{% generation %}` tags."""
@@ -129,6 +135,27 @@ class Renderer:
         text = rendered[0] if add_generation_prompt else rendered[0].removesuffix(self.foot)
         return text, [(start, min(end, len(text))) for start, end in tags[0]] if tagged else []
 
+    def run_once(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int], str] | None:
+        """The text that `render` gives; where each message begins in it, and the end; and what a prompt ends with.
+
+        None unless one run of the template proves this (`data.one_pass`).
+        """
+        template = self.tool_template if tools else self.template
+        if template not in self._passes:
+            variables = plain_data(self.variables)
+            self._passes[template] = OnePass.of(template, variables, plain_messages(map(self.form.apply, PROBE[:1])))
+        one = self._passes[template]
+        if one is None or one.end not in ("", self.foot):
+            return None
+        try:
+            shaped = plain_messages(map(self.form.apply, messages))
+            text, marks = one.run(shaped, plain_data(list(tools)) or None)
+        except Exception:  # the template refuses the messages, or it looks further than one run shows
+            return None
+        return text[: marks[-1]], marks, one.prompt
+
     def prompt(self, history: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
         """The prompt's text, and the end of it that is the generation prompt."""
         before, text = (self.render(history, asking, tools)[0] for asking in (False, True))
@@ -157,6 +184,26 @@ class Renderer:
         if self.form.text_arguments:
             lines.append("arguments of tool calls are given as JSON text (the chat template takes no object)")
         return lines
+
+
+def plain_data(value: Any) -> Any:
+    """Data as transformers gives it to a template: newer versions rebuild it from plain JSON types."""
+    from transformers.utils import chat_template_utils as library
+
+    rebuild = getattr(library, "_plain_template_data", None)
+    return rebuild(value) if rebuild else value
+
+
+def plain_messages(messages: Iterable[Message]) -> list[Message]:
+    """Messages as transformers gives them to a template: newer versions also give their thoughts all names."""
+    from transformers.utils import chat_template_utils as library
+
+    plain = [
+        message if message.keys() == BARE and type(message["content"]) is str else plain_data(message)
+        for message in messages
+    ]
+    rename = getattr(library, "_alias_reasoning_fields", None)
+    return rename(plain) if rename and any(message.keys() != BARE for message in plain) else plain
 
 
 def chat_template(tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> str:

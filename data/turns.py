@@ -7,11 +7,15 @@ renders n²/2 messages. Some templates write a prompt differently once it is ans
 into the last message only. Then the text is the prompt, followed by the answer as it stands after a plain question
 (`_behind_prompt`).
 
-`stable_turns` renders a long conversation only once. It renders each exchange alone after a fixed context, and requires
-that the whole text consists of these pieces, to the character. It also requires that the real renderings of a half, a
-quarter, … of the conversation are beginnings of the whole. If a template writes anything that depends on earlier
-messages (a number) or on later ones (thoughts that it drops once the user asks again), the pieces do not fit, and
-`turn_at` finds every turn.
+Most templates read their messages once, in order. For those, `turns_in_one_pass` finds the same turns in one run of the
+template (`data.one_pass` says why that is a proof). The first conversation with messages of a kind (roles and fields)
+is rendered both ways.
+
+For other templates, `stable_turns` renders a long conversation only once. It renders each exchange alone after a fixed
+context, and requires that the whole text consists of these pieces, to the character. It also requires that the real
+renderings of a half, a quarter, … of the conversation are beginnings of the whole. If a template writes anything that
+depends on earlier messages (a number) or on later ones (thoughts that it drops once the user asks again), the pieces do
+not fit, and `turn_at` finds every turn.
 """
 
 from __future__ import annotations
@@ -67,6 +71,41 @@ def find_turns(
 
     Raises: RefusedError when the template refuses a prefix; UnmaskableError when an answer does not follow its prompt.
     """
+    found = turns_in_one_pass(renderer, messages, answers, tools)
+    kinds = frozenset((message["role"], *message) for message in messages)
+    if found is not None and kinds in renderer.proven:
+        return found
+    turns = _many_turns(renderer, messages, answers, tools)
+    if found is not None and _same(found, turns):
+        renderer.proven.add(kinds)
+    return turns
+
+
+def turns_in_one_pass(
+    renderer: Renderer, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]] = ()
+) -> list[Turn] | None:
+    """What `turn_at` finds for every answer, from one run of the template; None if that cannot be proven."""
+    run = renderer.run_once(messages[: answers[-1] + 1], tools)
+    if run is None:
+        return None
+    text, marks, prompt = run
+    turns = []
+    for index in answers:
+        begin, end = marks[index] + len(prompt), marks[index + 1]
+        if begin > end or not text.startswith(prompt, marks[index]):
+            return None
+        turns.append(Turn(index, text, begin, begin, end, ((begin, end),)))
+    return turns
+
+
+def _same(found: Sequence[Turn], turns: Sequence[Turn]) -> bool:
+    pairs = zip(found, turns, strict=True)
+    return all(one.text.startswith(turn.text) and one == turn.moved(0, one.text, turn.index) for one, turn in pairs)
+
+
+def _many_turns(
+    renderer: Renderer, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]]
+) -> list[Turn]:
     if len(answers) > FEW_ANSWERS:
         turns = stable_turns(renderer, messages, answers, tools)
         if turns is not None:

@@ -11,7 +11,7 @@ from reference.chat import encode_slowly
 from headstart.data import turns
 from headstart.data.chat import ChatFormat
 from headstart.data.rendering import RefusedError, Renderer
-from headstart.data.turns import stable_turns, turn_at
+from headstart.data.turns import stable_turns, turn_at, turns_in_one_pass
 
 FAMILIES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming",
             "numbered", "late_system", "forgetful", "tools", "phi3")  # fmt: skip
@@ -97,12 +97,14 @@ def outcome(encode, *arguments):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fast_equals_the_definition(monkeypatch, family, kind):
     chat, rng, fast = make(family, kind), random.Random(f"{family} {kind}"), 0
+    run_once = chat.renderer.run_once
     for count in [*range(1, 8), 12]:
         messages = conversation(rng, family, count)
         tools = [WEATHER] if family == "tools" and rng.random() < 0.7 else []
         finish = rng.choice(("stop", "length"))
-        for few in (0, 8):
+        for few, once in ((0, False), (8, False), (8, True)):
             monkeypatch.setattr(turns, "FEW_ANSWERS", few)
+            monkeypatch.setattr(chat.renderer, "run_once", run_once if once else lambda *_: None)
             for which in ("all", "last"):
                 made = outcome(chat.encode, messages, finish, which, tools)
                 expected = outcome(encode_slowly, chat, messages, finish, which, tools)
@@ -121,11 +123,12 @@ def test_fast_equals_the_definition(monkeypatch, family, kind):
         assert fast == 8, "an ordinary template needs no second look"
 
 
+@pytest.mark.parametrize("way", ["one pass", "prefixes"])
 @pytest.mark.parametrize("family", STABLE)
-def test_cost_grows_with_the_length(monkeypatch, family):
+def test_cost_grows_with_the_length(monkeypatch, family, way):
     chat = make(family, "bytes")
     counted = {"rendered": 0, "tokenised": 0}
-    render, ids, tokens = chat.renderer.render, chat._ids, chat._tokens
+    render, once, encode = chat.renderer.render, chat.renderer.run_once, chat.cutter.encode
 
     def counting(name, work, size):
         def wrapped(*arguments, **kwargs):
@@ -136,8 +139,10 @@ def test_cost_grows_with_the_length(monkeypatch, family):
         return wrapped
 
     monkeypatch.setattr(chat.renderer, "render", counting("rendered", render, lambda _, result: len(result[0])))
-    monkeypatch.setattr(chat, "_ids", counting("tokenised", ids, lambda arguments, _: len(arguments[0])))
-    monkeypatch.setattr(chat, "_tokens", counting("tokenised", tokens, lambda arguments, _: len(arguments[0])))
+    run = (lambda *_: None) if way == "prefixes" else once
+    size = lambda _, result: len(result[0]) if result else 0  # noqa: E731
+    monkeypatch.setattr(chat.renderer, "run_once", counting("rendered", run, size))
+    monkeypatch.setattr(chat.cutter, "encode", counting("tokenised", encode, lambda given, _: sum(map(len, given[0]))))
     costs = []
     for count in (50, 100, 200):
         messages = conversation(random.Random(1), family, count)
@@ -155,8 +160,8 @@ def test_cost_grows_with_the_length(monkeypatch, family):
 @pytest.mark.parametrize("family", ["qwen3", "chatml", "numbered"])
 def test_answers_behind_max_length_cost_no_whole_tokenising_and_change_nothing(monkeypatch, family, kind):
     chat, rng, tokenised = make(family, kind), random.Random(5), []
-    tokens = chat._tokens
-    monkeypatch.setattr(chat, "_tokens", lambda text: tokenised.append(len(text)) or tokens(text))
+    encode = chat.cutter.encode
+    monkeypatch.setattr(chat.cutter, "encode", lambda texts: tokenised.extend(map(len, texts)) or encode(texts))
     costs = {}
     for count in (10, 20, 40):
         messages = [m for m in conversation(rng, family, count) if m["role"] != "system"]
@@ -204,7 +209,7 @@ FOOTS = (
 @pytest.mark.parametrize("seed", range(4))
 def test_no_template_fools_the_fast_way(seed):
     """Random templates: where the fast way finds turns at all, they are those of the definition."""
-    rng, fast = random.Random(seed), 0
+    rng, fast, in_one_pass = random.Random(seed), 0, 0
 
     def pick(choices):
         return choices[0] if rng.random() < 0.6 else rng.choice(choices)
@@ -231,7 +236,12 @@ def test_no_template_fools_the_fast_way(seed):
             assert turn.text.startswith(exact.text), (template, messages)
             assert (turn.begin, turn.end, turn.spans) == (exact.begin, exact.end, exact.spans), (template, messages)
         fast += found is not None
-    assert 10 < fast < 55, "both ways are tried"
+        once = turns_in_one_pass(renderer, messages, answers)
+        for turn in once or ():
+            exact = turn_at(renderer, messages, turn.index)
+            assert turn.text.startswith(exact.text) and turn == exact.moved(0, turn.text, turn.index), template
+        in_one_pass += once is not None
+    assert 10 < fast < 55 and 5 < in_one_pass < 55, "all ways are tried"
 
 
 @pytest.mark.parametrize("place", range(11))

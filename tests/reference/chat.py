@@ -72,7 +72,7 @@ def _split(chat: ChatFormat, text: str, cuts: list[int]):
         pieces += _ids(chat, text[begin:stop])
         spans += [(a + begin, b + begin) for a, b in _offsets(chat, text[begin:stop])]
         starts.append(len(pieces))
-    if chat._decode(pieces) != chat._decode(ids):
+    if _decode(chat, pieces) != _decode(chat, ids):
         raise RefusedError("cannot be encoded apart")
     return pieces, spans, starts[:-1], list(zip(cuts, starts[:-1], strict=True))
 
@@ -83,3 +83,7 @@ def _ids(chat: ChatFormat, text: str) -> list[int]:
 
 def _offsets(chat: ChatFormat, text: str) -> list[tuple[int, int]]:
     return chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+
+
+def _decode(chat: ChatFormat, ids: list[int]) -> str:
+    return chat.tokenizer.decode(ids, clean_up_tokenization_spaces=False)

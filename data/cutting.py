@@ -1,0 +1,162 @@
+"""Text → tokens, many texts at once, and the token that begins at a character."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.data.rendering import RefusedError
+
+#: to find the token at a character, the text is tokenised again from this many words before it. One word would do for
+#: tokenizers that look ahead by a word
+WORDS_BEFORE = 4
+#: of strings of a few words, those up to this many characters are kept with their tokens, and this many of them
+LONGEST_WORDS, MOST_WORDS = 256, 1024
+#: characters that are tokenised together
+BATCH = 1 << 20
+#: arguments of a tokenizer that gives ids alone; what else is needed is asked of its encodings
+PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+
+
+class _Offsets(Sequence[tuple[int, int]]):
+    """The characters of each token, asked one by one: few are needed, and a list of all takes long to make."""
+
+    def __init__(self, encoding: Any):
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, token: Any) -> Any:
+        return self._encoding.token_to_chars(token)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._encoding.offsets)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised text.
+
+    Attributes:
+        ids, offsets: token ids, and the characters of each token.
+        words: number of the word of each token; a tokenizer splits a text into words before it looks for tokens.
+        starts: the first token of every answer.
+        origins: for every answer, the character and the token at which its piece of the text begins. A piece is
+            tokenised on its own.
+    """
+
+    ids: list[int]
+    offsets: Sequence[tuple[int, int]]
+    words: list[int | None]
+    starts: list[int] = field(default_factory=list)
+    origins: list[tuple[int, int]] = field(default_factory=list)
+
+    def after(self, character: int, first: int) -> int:
+        """Index of the first token from `first` on that begins at `character` or later."""
+        return bisect_left(self.offsets, (character,), first)
+
+    def word_before(self, character: int, origin: int = 0) -> int:
+        """The token that begins the word WORDS_BEFORE words before `character`; `origin` if that comes later."""
+        token = min(bisect_left(self.offsets, (character, 0), origin), len(self.ids) - 1)
+        seen = 0
+        while token > origin and seen < WORDS_BEFORE:
+            token -= 1
+            seen += self.words[token] is None or self.words[token] != self.words[token - 1]
+        return max(token, origin)
+
+
+class Cutter:
+    """A fast transformers tokenizer, and how it cuts texts."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}
+
+    def ids(self, text: str) -> list[int]:
+        return self.encode([text])["input_ids"][0]
+
+    def tokens(self, texts: Sequence[str]) -> Iterator[Tokens]:
+        """The tokens of each text; as many texts are tokenised together as BATCH characters hold."""
+        first, size = 0, 0
+        for number, text in enumerate(texts):
+            size += len(text)
+            if size < BATCH and number + 1 < len(texts):
+                continue
+            made = self.encode(texts[first : number + 1])
+            for ids, encoding in zip(made["input_ids"], made.encodings, strict=True):
+                yield Tokens(ids, _Offsets(encoding), encoding.word_ids)
+            first, size = number + 1, 0
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        return self.tokenizer(list(texts), **PLAIN)
+
+    def split(self, text: str, starts: list[int], whole: Tokens) -> Tokens:
+        """Tokens of `text`, and the token at every character position in `starts` (ascending).
+
+        Args: whole: the text, tokenised as one; it takes the starts.
+
+        A prompt's ids must be the first ids of the whole, as in serving. Where one token would hold characters of both
+        sides (the prompt ends with a newline, the answer begins with one), the two sides are tokenised apart.
+        """
+        for character in starts:
+            first, all_shared = self.shared(text, whole, character)
+            if not all_shared:
+                break
+            whole.starts.append(first)
+            whole.origins.append((0, 0))
+        else:
+            return whole
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        words: list[int | None] = []
+        firsts: list[int] = []
+        for begin, stop in zip([0, *starts], [*starts, len(text)], strict=True):
+            (piece,) = self.tokens([text[begin:stop]])
+            ids.extend(piece.ids)
+            offsets.extend((a + begin, b + begin) for a, b in piece.offsets)
+            words.extend(piece.words)
+            firsts.append(len(ids))
+        if self._decode(ids) != self._decode(whole.ids):
+            raise RefusedError(
+                "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
+            )
+        return Tokens(ids, offsets, words, firsts[:-1], list(zip(starts, firsts[:-1], strict=True)))
+
+    def shared(self, text: str, tokens: Tokens, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
+        """How many first tokens `text[:position]` has in common with `text`, and whether these are all that it has.
+
+        Only the last words before `position` are tokenised again, because what comes before a word does not change its
+        tokens. If even the first of their tokens differs, this tokenizer does not split texts into words; then
+        everything from `origin` on is tokenised again.
+
+        Args: origin: the character, and its token, at which this piece of the text begins.
+        """
+        begun, first = origin
+        token = tokens.word_before(position, first)
+        # the offsets of some tokenizers leave out the space before a word, so begin where the token before ends
+        tries = [(tokens.offsets[token - 1][1], token)] if token > first else []
+        for begin, token in [*tries, (begun, first)]:
+            mine = self._words(text[begin:position])
+            there = tokens.ids[token : token + len(mine)]
+            alike = len(mine) if mine == there else len(os.path.commonprefix([mine, there]))
+            if alike:
+                break
+        return token + alike, alike == len(mine)
+
+    def _words(self, text: str) -> list[int]:
+        """Token ids of a few words. Most prompts end with the same words, which are tokenised once."""
+        ids = self._known.get(text)
+        if ids is None:
+            ids = self.ids(text)
+            if len(text) <= LONGEST_WORDS:
+                if len(self._known) >= MOST_WORDS:
+                    self._known.clear()
+                self._known[text] = ids
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -56,6 +56,7 @@ class Answer:
         message: the assistant message, where the answerer knows it, as a server does. None: it is read from the tokens.
         failed: why there is no answer, else None. The conversation is then not written, so a run that continues asks
             again.
+        for_good: of a failure: another try would fail alike. The answers to earlier questions are then written.
         more: further fields that the record gets for this turn, e.g. log-probabilities.
     """
 
@@ -64,6 +65,7 @@ class Answer:
     finish_reason: str = "length"
     message: Message | None = None
     failed: str | None = None
+    for_good: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -87,7 +87,7 @@ def distill(
     config.check()
     answerer = answerer or OwnForward(target, config)
     chats = Chats(target.tokenizer, target.stop_token_ids, template_kwargs)
-    settings = {**_sampling(target, config, seed, template_kwargs), **answerer.decides}
+    settings = _sampling(target, config, seed, template_kwargs, answerer.decides)
     file = AnswerFile(Path(out), ranks)
     finished = file.resume(prompts, settings, progress)
     jobs, skipped = _make_jobs(chats, target, prompts, config, seed)
@@ -103,7 +103,7 @@ def distill(
             job = asking.take(answer)
             if job is None:
                 continue
-            if answer.failed is None:
+            if job.turns:
                 file.add(_record(job, settings))
                 done += 1
             said = ""
@@ -158,7 +158,9 @@ class _Asking:
         the requests."""
         job = self._open.pop(answer.request)
         if answer.failed is not None:
-            job.stopped, job.turns = answer.failed, []
+            job.stopped = f"turn {answer.request.turn + 1}: {answer.failed}" if job.turns else answer.failed
+            if not answer.for_good:
+                job.turns = []
             return job
         tokens, stopped = answer.token_ids, answer.finish_reason == "stop"
         job.turns.append(TokenTurn(answer.request.prompt_ids, tuple(tokens), answer.finish_reason))
@@ -282,14 +284,21 @@ def _remember(job: _Job, chats: Chats, answer: Sequence[int]) -> None:
 
 
 def _sampling(
-    target: Target, config: DistillConfig, seed: int, template_kwargs: dict[str, Any] | None
+    target: Target,
+    config: DistillConfig,
+    seed: int,
+    template_kwargs: dict[str, Any] | None,
+    decides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that decides the answers. It is stored in every record and compared when a run continues."""
-    fingerprint = target.fingerprint()
+    """Everything that decides the answers. It is stored in every record and compared when a run continues.
+
+    Args: decides: of the answerer; None there leaves a value out. Where the weights are, they need not be loaded.
+    """
+    fingerprint = target.fingerprint("weights" not in decides)
     template = json.dumps([fingerprint["template_hash"], template_kwargs or {}], sort_keys=True)
     settings: dict[str, Any] = {
         "target": fingerprint["name"],
-        "weights": fingerprint["weight_hash"][:12],
+        "weights": (fingerprint["weight_hash"] or "")[:12],
         "dtype": fingerprint["dtype"],
         "template": hashlib.sha256(template.encode()).hexdigest()[:12],
         "max_new_tokens": config.max_new_tokens,
@@ -297,7 +306,7 @@ def _sampling(
     }
     if config.temperature > 0:
         settings |= {"top_p": config.top_p, "top_k": config.top_k, "seed": seed, "samples": config.samples_per_prompt}
-    return settings
+    return {name: value for name, value in {**settings, **decides}.items() if value is not None}
 
 
 def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from headstart.data.chat import ChatFormat
 from headstart.data.messages import Message
@@ -122,6 +122,13 @@ def _first_ids(conversation: Conversation, questions: int) -> tuple[int, ...] | 
     return conversation.prompt_token_ids if questions == 1 else None
 
 
+class Templated(Protocol):
+    """What may have variables of its own for the chat template."""
+
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]: ...
+
+
 class Chats:
     """A target's chat template, for records with variables of their own (`chat_template_kwargs`).
 
@@ -138,7 +145,7 @@ class Chats:
         """Lines for reports about how the template is used."""
         return list(dict.fromkeys(note for chat in self._made.values() for note in chat.notes))
 
-    def of(self, record: Conversation | Prompt) -> ChatFormat:
+    def of(self, record: Templated) -> ChatFormat:
         """The format for a record. Raises TemplateError when the tokenizer has no template."""
         key = json.dumps(record.template_kwargs, sort_keys=True)
         if key not in self._made:

@@ -115,6 +115,10 @@ class Connection:
         """A page of JSON. Raises: as `text`, and ServerError for other content."""
         return parsed(self._page(path), self.url + path)
 
+    def post(self, path: str, body: dict[str, Any], seconds: float) -> bytes:
+        """The answer to a body of JSON. Raises: ServerError as `answer` does."""
+        return self._whole(path, body, seconds)
+
     def maybe_json(self, *paths: str) -> dict[str, Any]:
         """The JSON object at the first of `paths` that exists, or {}. Raises: as `json` where that page is broken."""
         for path in paths:
@@ -128,10 +132,13 @@ class Connection:
         return {}
 
     def _page(self, path: str) -> bytes:
+        return self._whole(path, None, TIMEOUT)
+
+    def _whole(self, path: str, body: dict[str, Any] | None, seconds: float) -> bytes:
         async def page() -> bytes:
             content = bytearray()
-            late = lambda: f"no whole answer within {TIMEOUT:g} s"  # noqa: E731
-            async with self.web() as web, self.answer(web, path, None, TIMEOUT, late) as (response, _):
+            late = lambda: f"no whole answer within {seconds:g} s"  # noqa: E731
+            async with self.web() as web, self.answer(web, path, body, seconds, late) as (response, _):
                 async for chunk in response.aiter_raw():
                     content += chunk
                     if len(content) > PAGE:
@@ -287,7 +294,15 @@ def _cause(error: BaseException) -> str:
 
 
 def served_model(client: Connection, wanted: str | None) -> str:
-    """The model to ask for: `wanted`, or the only one served. Raises: ServerError listing what is served."""
+    """The name of `model_entry`."""
+    return model_entry(client, wanted)["id"]
+
+
+def model_entry(client: Connection, wanted: str | None) -> dict[str, Any]:
+    """What /v1/models says of the model to ask for: `wanted`, or the only one served.
+
+    Raises: ServerError listing what is served.
+    """
     where = f"{client.url}/v1/models"
     listed = client.json("/v1/models")
     data = listed.get("data") if isinstance(listed, dict) else None
@@ -300,11 +315,11 @@ def served_model(client: Connection, wanted: str | None) -> str:
     names = one_line(", ".join(entry["id"] for entry in data[:20]) + (", …" if len(data) > 20 else ""), 500)
     if wanted is None:
         # adapters are listed behind the model that they belong to
-        bases = [entry["id"] for entry in data if not entry.get("parent")]
+        bases = [entry for entry in data if not entry.get("parent")]
         if len(bases) != 1:
             raise ServerError(f"{client.url}: serves {names}; name one with {client.named.model}")
         return bases[0]
     for entry in data:
         if wanted in (entry["id"], entry.get("root")):
-            return entry["id"]
+            return entry
     raise ServerError(f"{client.url}: does not serve {wanted!r}; it serves {names}")

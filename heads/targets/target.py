@@ -332,8 +332,11 @@ class Target:
     def keep_rows(self, ids_U: Tensor | None) -> None:
         """Tell the target which rows of its output head training needs (None: all). A sharded one frees the others."""
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What identifies the target: an artefact that was made from it works with a target of equal values only."""
+    def fingerprint(self, weights: bool = True) -> dict[str, Any]:
+        """What identifies the target: an artefact that was made from it works with a target of equal values only.
+
+        Args: weights: False where they are not loaded; their hash is then None.
+        """
         tokenizer_hash = template_hash = None
         if self.tokenizer is not None:
             backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -346,7 +349,7 @@ class Target:
         return {
             "name": self.config.name,
             "revision": self.revision,
-            "weight_hash": self.weight_hash(),
+            "weight_hash": self.weight_hash() if weights else None,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tokenizer_hash": tokenizer_hash,
             "template_hash": template_hash,

@@ -1,0 +1,159 @@
+"""Servers that misbehave: every prompt is answered exactly once, with the right answer, or skipped with its reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openai_server import answer_to, serving
+from serving_help import FAST, digits, prompts_of
+
+from headstart.data.serving.http import retry_after
+from headstart.heads.errors import ServerError
+
+#: name → what a request's first try meets
+FAULTS = {
+    "429": ("status", 429),
+    "429, with a wait": ("status", 429, {"Retry-After": "0"}),
+    "500": ("status", 500),
+    "503": ("status", 503),
+    "a stall": ("stall", 5.0),
+    "a cut body": ("cut",),
+    "a cut stream": ("cut stream",),
+    "garbage": ("body", b"\x00\xff<html>"),
+    "no JSON object": ("body", [1, 2]),
+    "half a JSON": ("body", b'{"choices": [{"mess'),
+    "no choice": ("body", {"choices": [], "usage": {"prompt_tokens": 3}}),
+    "an error with status 200": ("body", {"error": {"message": "no memory"}}),
+    "no finish reason": ("change", lambda body: _change(body, finish_reason=None)),
+    "given up": ("change", lambda body: _change(body, finish_reason="abort")),
+    "no text": ("change", lambda body: _change(body, message={"content": 5})),
+    "no usage": ("change", lambda body: {**body, "usage": None}),
+    "more tokens than asked for": (
+        "change", lambda body: {**body, "usage": {**body["usage"], "completion_tokens": 99}},
+    ),
+    "token ids of another number": ("change", lambda body: _change(body, token_ids=[1])),
+    "token ids that are none": ("change", lambda body: _change(body, token_ids=["a"])),
+}  # fmt: skip
+
+
+def _change(body, **changes):
+    body["choices"][0] |= changes
+    return body
+
+
+def check(records, count):
+    """Exactly the prompts 0 … count − 1, each with the answer that is its own."""
+    assert sorted(records) == sorted(f"p{n}" for n in range(count))
+    for number in range(count):
+        user, answer = records[f"p{number}"]["messages"]
+        assert user == {"role": "user", "content": digits(number)}
+        assert answer == {"role": "assistant", "content": answer_to(digits(number))}
+        assert records[f"p{number}"]["finish_reason"] == "stop"
+
+
+def test_all_prompts_are_answered_once_and_no_server_gets_more_at_once_than_it_may(state, ask):
+    one, two = state(latency=0.02), state(latency=0.02)
+    with serving(one, two) as servers:
+        records = ask(servers, prompts_of(40), concurrency=3)
+    check(records, 40)
+    assert records["p12"]["messages"][1]["content"] == "Hello there-2-1."  # by hand
+    both = one.counts() + two.counts()
+    assert len(both) == 40 and set(both.values()) == {1}
+    assert one.most_in_flight == two.most_in_flight == 3
+    assert one.tests == two.tests == 1
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_tried_again(name, state, ask, tmp_path):
+    one = state(faults={digits(n): [FAULTS[name]] * n for n in (1, 2)})
+    with serving(one) as servers:
+        check(ask(servers, prompts_of(5)), 5)
+    assert one.counts() == {digits(n): 1 + (n if n in (1, 2) else 0) for n in range(5)}
+    assert not (tmp_path / "out.jsonl.skipped.json").exists()
+
+
+def test_a_request_that_fails_everywhere_is_skipped_with_its_reason_and_asked_in_the_next_run(state, ask, tmp_path):
+    scripts = [{digits(3): [("status", 500)] * 9} for _ in range(2)]
+    one, two = (state(faults=script) for script in scripts)
+    said = []
+    with serving(one, two) as servers:
+        records = ask(servers, prompts_of(8), said=said)
+        assert sorted(records) == sorted(f"p{n}" for n in range(8) if n != 3)
+        assert (one.counts() + two.counts())[digits(3)] == FAST.tries
+        skipped = json.loads((tmp_path / "out.jsonl.skipped.json").read_text())
+        assert list(skipped) == ["p3"] and "failed 4 times" in skipped["p3"] and "HTTP 500" in skipped["p3"]
+        assert any(line.startswith("p3: no answer: failed 4 times") for line in said)
+        for script in scripts:
+            script.clear()
+        check(ask(servers, prompts_of(8)), 8)
+    both = one.counts() + two.counts()
+    assert both[digits(3)] == FAST.tries + 1 and all(both[digits(n)] == 1 for n in range(8) if n != 3)
+
+
+def test_a_request_that_every_server_refuses_is_skipped_and_costs_each_one_try(state, ask, tmp_path):
+    one, two = (state(faults={digits(3): [("status", 400)] * 9}) for _ in range(2))
+    with serving(one, two) as servers:
+        assert len(ask(servers, prompts_of(8))) == 7
+    skipped = json.loads((tmp_path / "out.jsonl.skipped.json").read_text())
+    assert "HTTP 400" in skipped["p3"] and all(server.url[:-3] in skipped["p3"] for server in servers)
+    assert one.counts()[digits(3)] == two.counts()[digits(3)] == 1
+
+
+def test_one_of_two_servers_dies_midway(state, ask):
+    said = []
+    one, two = state(latency=0.01), state(latency=0.01, always=lambda n: ("die",) if n >= 6 else None)
+    with serving(one, two) as servers:
+        records = ask(servers, prompts_of(60), said=said)
+    check(records, 60)
+    both = one.counts() + two.counts()
+    again = [question for question, count in both.items() if count > 1]
+    assert len(both) == 60 and max(both.values()) == 2 and 1 <= len(again) <= 4  # those that it had when it died
+    assert any("set aside" in line and servers[1].url[:-3] in line for line in said)
+
+
+def test_a_server_that_is_set_aside_is_tried_again_and_works_on(state, ask):
+    said, patience = [], FAST
+    one = state(latency=0.01)
+    two = state(latency=0.01, always=lambda n: ("status", 502) if n <= 6 else None)
+    with serving(one, two) as servers:
+        check(ask(servers, prompts_of(150), said=said, patience=patience, concurrency=2), 150)
+    assert any("set aside" in line for line in said) and any("answers again" in line for line in said)
+    assert len(two.asked) > 10
+
+
+def test_a_server_that_asks_for_time_gets_it(state, ask):
+    one = state(faults={digits(0): [("status", 429, {"Retry-After": "1"})]})
+    with serving(one) as servers:
+        check(ask(servers, prompts_of(4), concurrency=1), 4)
+    (busy,) = [n for n, (question, _) in enumerate(one.asked[:-1]) if question == digits(0)][:1]
+    assert one.times[busy + 1] - one.times[busy] >= 0.99
+
+
+def test_a_wait_is_read_as_seconds_or_a_date():
+    assert retry_after("7") == 7.0 and retry_after(None) is None and retry_after("soon") is None
+    assert retry_after("Thu, 01 Jan 1970 00:00:30 GMT", now=10.0) == 20.0
+    assert retry_after("Thu, 01 Jan 1970 00:00:30 GMT", now=40.0) == 0.0
+
+
+def test_all_servers_dead_ends_the_run_and_the_next_one_asks_for_the_rest_only(state, ask, tmp_path):
+    one = state(always=lambda n: ("die",) if n >= 5 else None)
+    with serving(one) as servers, pytest.raises(ServerError) as caught:
+        ask(servers, prompts_of(20), concurrency=2)
+    message = str(caught.value)
+    assert "none of 1 has answered" in message and servers[0].url[:-3] in message
+    assert "run the same command: it asks only for what is missing" in message and "server_patience" in message
+    kept = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len(kept) in (3, 4)  # two were in flight when it died
+    two = state()
+    with serving(two) as servers:
+        check(ask(servers, prompts_of(20)), 20)
+    done = {json.loads(line)["id"] for line in kept}
+    assert two.counts() == {digits(n): 1 for n in range(20) if f"p{n}" not in done}
+
+
+def test_no_server_at_the_start_is_an_error_before_anything_is_asked(state, ask):
+    with serving(state()) as servers:
+        pass
+    with pytest.raises(ServerError, match=r"no server answers there.*data\.distill\.servers\[0\]\.url"):
+        ask(servers, prompts_of(2))

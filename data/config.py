@@ -97,7 +97,7 @@ class ServerConfig:
     """An OpenAI-compatible server that runs the target."""
 
     #: Address, such as http://host:8000/v1.
-    url: str = "???"
+    url: str = ""
     #: Name under which it serves the target. null takes the only model that it serves, whose name must be the target's.
     model: str | None = None
     #: Most requests that it gets at once.
@@ -109,12 +109,10 @@ class ServerConfig:
 
     def check(self, where: str) -> None:
         """Raise ConfigError naming the first field that cannot work; `where` is the recipe key."""
-        for name in ("url", "model", "api_key_env"):
-            value = getattr(self, name)
-            if not (name != "url" and value is None) and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{where}.{name}: found {short_path(str(value))!r}, expected text")
-        if self.url == "???":
+        if not self.url.strip():
             raise ConfigError(f"{where}.url: not set, expected an address such as http://host:8000/v1")
+        if self.model is not None and not self.model.strip():
+            raise ConfigError(f"{where}.model: found {self.model!r}, expected a name, or null")
         if self.api_key_env is not None and not self.api_key_env.isidentifier():
             # whoever writes the key itself here must not see it in a log
             raise ConfigError(f"{where}.api_key_env: expected the name of an environment variable, not a key")

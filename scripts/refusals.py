@@ -1,9 +1,9 @@
 """Asks, before any work starts, whether a later step would refuse the recipe or its target.
 
 Every question calls the check of the step itself, with a head on the meta device. The questions are: can the target be
-sharded, the head be built, a tuned target be measured, the longest texts be read, the target be decoded, the head be
-saved and exported? `doctor` and `plan` ask them, and so does every command before its first step that is not done. No
-weights are needed.
+sharded, the head be built, a tuned target be measured, the longest texts be read, servers answer the prompts, the
+target be decoded, the head be saved and exported? `doctor` and `plan` ask them, and so does every command before its
+first step that is not done. No weights are needed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from headstart.data.placeholder import settle
+from headstart.data.serving.engines import require_settings
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.checkpoints.raw import open_checkpoint
@@ -185,6 +186,17 @@ def ask_held_out(recipe: Recipe, target: Target) -> str:
     return "given as data.held_out" if data.held_out else f"data.held_out_fraction={data.held_out_fraction:g}"
 
 
+def ask_servers(recipe: Recipe, target: Target) -> str:
+    """Whether servers of the kinds that the recipe names can honour its settings. `doctor` and distillation ask the
+    servers themselves; here they need not run yet, or run no longer."""
+    servers = recipe.data.distill.servers
+    for number, server in enumerate(servers):
+        if server.engine != "auto":
+            where = f"data.distill.servers[{number}]"
+            require_settings(server.engine, recipe.data.distill, recipe.data.template_kwargs, where)
+    return f"{len(servers)} answer the prompts" if servers else "in process"
+
+
 def ask_tracker(recipe: Recipe, target: Target) -> str:
     """Whether what `train.tracker` needs is installed."""
     from headstart.train.tracking.track import require_tracker
@@ -208,6 +220,7 @@ QUESTIONS: dict[str, Question] = {
     "head": ask_head,
     "held-out data": ask_held_out,
     "positions": ask_positions,
+    "distillation": ask_servers,
     "decoding": ask_decoding,
     "export": ask_export,
     "tracker": ask_tracker,

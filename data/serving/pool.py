@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.data.serving.engines import TABLE
 from headstart.data.serving.http import Connection, StatusError, UnreachedError, httpx2
 from headstart.data.serving.reply import Reply, read_reply
 from headstart.heads.errors import ServerError, first_line
@@ -79,6 +80,10 @@ class Server:
     @property
     def url(self) -> str:
         return self.connection.url
+
+    def describe(self) -> str:
+        """What it is, for people."""
+        return f"{self.url} ({TABLE[self.engine].title}) serves {self.model}, {self.concurrency} requests at once"
 
     def has_room(self, now: float) -> bool:
         """Whether it may get a request now. While it is set aside, one request at a time tries it."""

@@ -116,6 +116,12 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         files = f"{count} {'source' if count == 1 else 'sources'}"
         return f"{files}; {looked}" if (looked := _look(settings.data, box.get("target"))) else files
 
+    def servers() -> str:
+        from headstart.data.serving.connect import connect
+
+        connected = connect(box["target"], settings.data.distill, settings.data.template_kwargs)
+        return "; ".join(server.describe() for server in connected)
+
     def asked(question: Question) -> Callable[[], str]:
         return lambda: question(settings, box["target"])
 
@@ -124,6 +130,8 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         checks += [("target", "ok", note) for note in box["target"].notes]
         checks.append(_try("chat template", template))
         checks += [_try(name, asked(question)) for name, question in QUESTIONS.items()]
+        if settings.data.distill.prompts and settings.data.distill.servers:
+            checks.append(_try("servers", servers))
     checks.append(_try("data", sources))
     return checks
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from headstart import identity
+from headstart.data.config import DistillConfig
 from headstart.data.split import SPLIT_RULE
 from headstart.pipeline.markers import Markers
 from headstart.recipes.load import to_dict
@@ -30,6 +31,8 @@ WATCHING = (
 GUARDING = ("max_perplexity_rise", "guard_prompts", "guard_tokens")
 #: settings of `data` that change how features are stored, not what they are
 STORING = ("shard_tokens",)
+#: settings of `data.distill` that say how servers are asked
+ASKING = ("server_timeout", "server_tries", "server_patience")
 #: file of a run that holds the answers to the recipe's prompts
 DISTILLED = "data/distilled.jsonl"
 
@@ -46,7 +49,7 @@ class Inputs:
         return {
             "target": identity.of_target(self._recipe.target),
             "prompts": identity.of_sources(config.prompts),
-            "settings": identity.without(dataclasses.asdict(config), "prompts"),
+            "settings": _distilling(config),
             "template_kwargs": dict(self._recipe.data.template_kwargs),
             "seed": self._recipe.seed,
         }
@@ -91,6 +94,14 @@ class Inputs:
             digests = [{key: value for key, value in source.items() if key == "sha256"} for source in inputs[name]]
             node[name] = [{**source, **digest} for source, digest in zip(node[name], digests, strict=True)]
         return values
+
+
+def _distilling(config: DistillConfig) -> dict[str, Any]:
+    """The settings that answers depend on. Which servers gave them, and how patiently, does not count."""
+    settings = identity.without(dataclasses.asdict(config), "prompts", "servers", *ASKING)
+    if not config.top_logprobs:
+        del settings["top_logprobs"]  # runs made before this setting have no value of it
+    return {**settings, **({"servers": True} if config.servers else {})}
 
 
 def answered(inputs: dict[str, Any]) -> dict[str, Any]:

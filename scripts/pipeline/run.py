@@ -87,10 +87,21 @@ class Run:
             config = dated_target(self.recipe)
             self._drafted = None  # one of them is in memory at a time
             self._target = self._loaded(config)
-            shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
-            if shown is not None and not self.console.silent and not place.is_file():
-                write_text(place, f"{shown}\n")  # later commands of this run show the same day
+            self._keep_date(self._target)
         return self._target
+
+    def rendering_target(self) -> Target:
+        """The target for rendering and tokenising, without its weights unless it is loaded: what distillation through
+        servers needs."""
+        target = self._target or weightless_target(dated_target(self.recipe))
+        self._keep_date(target)
+        return target
+
+    def _keep_date(self, target: Target) -> None:
+        """Make later commands of this run show the same day."""
+        shown, place = shown_date(target.tokenizer), self.dir / TEMPLATE_DATE
+        if shown is not None and not self.console.silent and not place.is_file():
+            write_text(place, f"{shown}\n")
 
     @property
     def drafted_target(self) -> Target:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headstart.data.config import SourceConfig
+from headstart.data.config import ServerConfig, SourceConfig
 from headstart.heads.families import FAMILIES
 from headstart.recipes.keys import describe
 from headstart.recipes.schema import DEFAULTS, Recipe, recipe_class
@@ -88,7 +88,8 @@ def page() -> str:
     for name, family in FAMILIES.items():
         heads += table(f"`head` of type `{name}`", family.config, "head", frozenset({"type"}))
     sources = table("An entry of `data.sources`, `data.held_out` and `data.distill.prompts`", SourceConfig)
-    return "\n".join([INTRODUCTION.rstrip(), *nodes, *heads, *sources]) + "\n"
+    servers = table("An entry of `data.distill.servers`", ServerConfig)
+    return "\n".join([INTRODUCTION.rstrip(), *nodes, *heads, *sources, *servers]) + "\n"
 
 
 def test_the_page_of_settings_is_what_the_code_says() -> None:

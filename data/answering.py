@@ -74,7 +74,7 @@ class Requests:
 
     Args:
         first: first questions, in the order of work.
-        may_begin: asked before further first questions are given: whether there is time for them.
+        may_begin: asked when first questions are taken: whether there is time for them.
     Attributes: over: whether first questions were left because there was no time.
     """
 
@@ -93,13 +93,13 @@ class Requests:
 
     def peek(self, count: int) -> list[Request]:
         """The next requests, at most `count`, which stay where they are."""
-        first = [] if self._closed() else list(islice(self._first, count))
+        first = [] if self.over else list(islice(self._first, count))
         return [*self._later, *first][:count]
 
     def waiting(self, count: int, longest: int | None = None) -> int:
-        """How many requests `take` would give now."""
+        """How many requests `take` would give now, if there is time for them."""
         found = sum(map(_fits(longest), self._later))
-        if found < count and not self._closed():
+        if found < count and not self.over:
             found += sum(1 for _ in takewhile(_fits(longest), islice(self._first, count - found)))
         return min(found, count)
 
@@ -115,16 +115,11 @@ class Requests:
             request = self._later.popleft()
             (taken if fits(request) else kept).append(request)
         self._later.extendleft(reversed(kept))
-        if len(taken) < count and not self._closed():
-            while self._first and len(taken) < count and fits(self._first[0]):
-                taken.append(self._first.popleft())
-        return taken
-
-    def _closed(self) -> bool:
-        """Whether no further first question is given."""
-        if self._first and not self.over:
+        if self._first and len(taken) < count and not self.over:
             self.over = not self._may_begin()
-        return self.over
+        while self._first and len(taken) < count and not self.over and fits(self._first[0]):
+            taken.append(self._first.popleft())
+        return taken
 
 
 def _fits(longest: int | None) -> Callable[[Request], bool]:

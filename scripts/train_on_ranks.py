@@ -1,6 +1,6 @@
 """Train on one or many ranks.
 
-Rank 0 first answers the prompts and stores the features, where the recipe asks for it.
+The ranks first answer the prompts together, and rank 0 stores the features, where the recipe asks for it.
 
 accelerate launch --multi_gpu --num_processes 4 -m headstart.train RECIPE [key=value …]
 torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
@@ -18,11 +18,11 @@ from contextlib import nullcontext
 from accelerate import Accelerator
 
 from headstart.console import Console
-from headstart.heads.errors import HeadstartError, explain_memory
+from headstart.heads.errors import ConfigError, HeadstartError, explain_memory
 from headstart.heads.escape import plain
 from headstart.heads.targets.load import resolve_device
 from headstart.pipeline.data import prepare
-from headstart.pipeline.distill import distill
+from headstart.pipeline.distill import NO_PROMPTS, distill
 from headstart.pipeline.features import store_features
 from headstart.pipeline.run import Run
 from headstart.pipeline.train import is_trained, require_layout, train_head, train_once
@@ -52,6 +52,7 @@ def main(
     parser = argparse.ArgumentParser(prog="python -m headstart.train", description=description)
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
+    parser.add_argument("--only-distill", action="store_true", help="answer the recipe's prompts, and stop")
     options = parser.parse_args(arguments)
     rank, watch = "", Watch(launcher=launcher)
     try:
@@ -65,7 +66,7 @@ def main(
                 startup.over()
             console = Console(silent=not accelerator.is_main_process)
             run = Run(recipe, console, device=str(accelerator.device), ahead=("train",))
-            train_ranks(run, accelerator, watch)
+            train_ranks(run, accelerator, watch, options.only_distill)
         accelerator.end_training()
     except HeadstartError as error:
         print(f"{rank}error: {plain(str(error))}", file=sys.stderr)
@@ -83,11 +84,14 @@ def main(
     return 0
 
 
-def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
-    """The step `train` on every rank of this launch. All ranks tokenise and train; rank 0 does the rest, and writes."""
+def train_ranks(run: Run, accelerator: Accelerator, watch: Watch, only_distill: bool = False) -> None:
+    """The step `train` on every rank of this launch. All ranks answer prompts, tokenise and train; rank 0 does the
+    rest, and writes.
+
+    Args: only_distill: stop once the prompts are answered.
+    """
 
     def begin() -> bool:
-        distill(run)
         done = is_trained(run)
         if not done:
             run.check()  # before the targets are loaded
@@ -98,6 +102,11 @@ def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
     require_layout(run, ranks, node_ranks, resolve_kind(run.recipe.train, accelerator))
     require_shared(run.dir)
     with run.lock() if main else nullcontext():
+        distill(run, all_ranks())
+        if only_distill:
+            if not run.recipe.data.distill.prompts:
+                raise ConfigError(f"--only-distill: {NO_PROMPTS}")
+            return
         if on_main(begin):
             if main:
                 run.save_recipe()

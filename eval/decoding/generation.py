@@ -10,6 +10,7 @@ from headstart.data.answering import Answer, Answerer, Request, Requests
 from headstart.data.config import DistillConfig
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import slots_needed
+from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.decoding.stream import Stream
 from headstart.heads.targets.target import Target
@@ -32,6 +33,8 @@ class EngineAnswerer(Answerer):
         self.target, self.config = target, config
         sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
         self.decoder = Decoder(target, EvalConfig(drafter="none", engine=engine, **sampling))  # type: ignore[arg-type]
+        if self.decoder.fused is None:
+            Engine(target.model, 1, 2)  # refuses what it does not cover
 
     def answers(self, requests: Requests) -> Iterator[Answer]:
         decoder = self.decoder

@@ -8,19 +8,18 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, command_b
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Answer the recipe's prompts with the target.
 
-    The prompts are those of data.distill.prompts. A stopped run continues.
+    The prompts are those of data.distill.prompts. A stopped run continues. Several GPUs:
+    accelerate launch -m headstart.train RECIPE --only-distill.
     """
     with command_body(json, "distill") as console:
         from headstart.heads.errors import ConfigError
-        from headstart.pipeline.distill import distill
+        from headstart.pipeline.distill import NO_PROMPTS, distill
 
         # a head will be trained on the answers, so what training would refuse is refused here
         run = open_run(recipe, overrides, console, ("train",))
         with run.lock():
             result = distill(run)
             if result is None:
-                raise ConfigError(
-                    f"{recipe}: data.distill.prompts is empty: set data.distill.prompts=[{{path: prompts.jsonl}}]"
-                )
+                raise ConfigError(f"{recipe}: {NO_PROMPTS}")
             run.save_recipe()
         console.result(result, f"{result['answers']} answers to {result['prompts']} prompts in {result['path']}")

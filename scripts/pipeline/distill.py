@@ -1,4 +1,4 @@
-"""The step `distill`: the target answers the recipe's prompts."""
+"""The step `distill`: the target answers the recipe's prompts, in one process or in several that share them."""
 
 from __future__ import annotations
 
@@ -6,48 +6,89 @@ from typing import Any
 
 from headstart.data import distill as distillation
 from headstart.data.answer_file import parts_of
-from headstart.data.answering import Answerer
+from headstart.data.answering import Answerer, OwnForward
+from headstart.data.prepare import ALONE, Ranks
 from headstart.data.rejects import Rejects
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
 from headstart.data.sources import read_prompts
 from headstart.eval.decoding.generation import EngineAnswerer
+from headstart.heads.errors import DataError, HeadstartError, TargetError
 from headstart.heads.targets.target import Target
 from headstart.pipeline.inputs import answered
-from headstart.pipeline.markers import Begin
+from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.run import Run
 from headstart.refusals import require_decoding
 
+NO_PROMPTS = "data.distill.prompts is empty: set data.distill.prompts=[{path: prompts.jsonl}]"
 
-def distill(run: Run) -> dict[str, Any] | None:
-    """Answer the recipe's prompts with the target; None when it has none."""
+
+def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
+    """Answer the recipe's prompts with the target; None when it has none.
+
+    Args: ranks: the processes of a launch. Each answers a share of the prompts, with a target of its own, unless
+        servers answer. All must call this function. Only the first one gets the result.
+    """
     if not run.recipe.data.distill.prompts:
         return None
-    path = run.distilled_path
-    return run.markers.do(
-        "distill",
-        run.inputs.distill,
-        [path],
-        lambda begin: _answer(run, begin),
-        leftovers=[path.with_name(path.name + ".skipped.json"), parts_of(path)],
-        lasting=answered,
-        extends=True,
-    )
+    if ranks.rank > 0:
+        told = ranks.gather(None)[0]
+        if isinstance(told, Exception):
+            raise told
+        if told:
+            _answer(run, no_begin, ranks)
+        return None
+    path, begun = run.distilled_path, False
+
+    def work(begin: Begin) -> dict[str, Any]:
+        nonlocal begun
+        if run.recipe.data.distill.servers:  # they answer as many at once as they can: one process asks them
+            return _answer(run, begin, ALONE)
+        _check(run)
+        begun = True
+        ranks.gather(True)  # the others begin too
+        return _answer(run, begin, ranks)
+
+    try:
+        result = run.markers.do(
+            "distill",
+            run.inputs.distill,
+            [path],
+            work,
+            leftovers=[path.with_name(path.name + ".skipped.json"), parts_of(path)],
+            lasting=answered,
+            extends=True,
+        )
+    except Exception as error:
+        if not begun:
+            known = isinstance(error, HeadstartError)
+            ranks.gather(error if known else DataError(f"rank 0 failed: {type(error).__name__}: {error}"))
+        raise
+    if not begun:
+        ranks.gather(False)
+    return result
 
 
-def _in_process(run: Run) -> tuple[Target, Answerer | None]:
-    """The target, and what it answers with; None = its own forward."""
+def _check(run: Run) -> None:
+    """Raise where the target cannot answer in this process, or nothing can be trained on its answers."""
     run.require_one_process(
         "the prompts are not answered yet",
         "run `headstart distill RECIPE target.parallel=device_map` first (the layers over all GPUs of a machine)",
     )
-    recipe, target = run.recipe, run.target
     if "train" in run.ahead:
-        require_decoding(target, run.feature_spec(), recipe.export.force)
-    # captured cycles need a GPU, and one that holds the whole target
-    if target.device.type == "cuda" and recipe.target.parallel != "device_map":
-        return target, EngineAnswerer(target, recipe.data.distill)
-    return target, None
+        require_decoding(run.target, run.feature_spec(), run.recipe.export.force)
+
+
+def _in_process(run: Run) -> tuple[Target, Answerer]:
+    """The target, and the decode engine, or the target's own forward where the engine does not cover it."""
+    target, config = run.target, run.recipe.data.distill
+    if run.recipe.target.parallel == "device_map":  # the engine's buffers lie on one device
+        return target, OwnForward(target, config)
+    try:
+        return target, EngineAnswerer(target, config)
+    except TargetError as reason:
+        run.console.say(f"distill: batch by batch, by the target's own forward: {reason}")
+        return target, OwnForward(target, config)
 
 
 def _through_servers(run: Run) -> tuple[Target, Answerer]:
@@ -59,16 +100,16 @@ def _through_servers(run: Run) -> tuple[Target, Answerer]:
     return target, ServerAnswerer(target, config, servers, lambda line: run.console.say(f"distill: {line}"))
 
 
-def _answer(run: Run, begin: Begin) -> dict[str, Any]:
-    recipe, data = run.recipe, run.recipe.data
+def _answer(run: Run, begin: Begin, ranks: Ranks) -> dict[str, Any]:
+    data, rejects = run.recipe.data, Rejects()
     target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
-    rejects = Rejects()
     prompts = read_prompts(data.distill.prompts, rejects=rejects)
     for line in rejects.lines():
         run.console.say(f"distill: {line}")
     done = total = 0
-    run.claim(begin)
-    rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
+    if ranks.rank == 0:
+        run.claim(begin)
+        rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
     with run.console.progress("distill", "answers") as advance:
 
         def progress(count: int, out_of: int, message: str) -> None:
@@ -81,11 +122,14 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
             prompts,
             data.distill,
             run.distilled_path,
-            recipe.seed,
+            run.recipe.seed,
             progress,
             dict(data.template_kwargs),
             answerer,
+            ranks,
         )
+    if isinstance(answerer, EngineAnswerer) and answerer.decoder.slow is not None:
+        run.console.say(f"distill: {answerer.decoder.slow}")
     with open(path, encoding="utf-8") as lines:
         answers = sum(1 for _ in lines)
     return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": total - done}

@@ -52,18 +52,20 @@ def _quantiles(values: Sequence[int]) -> dict[str, int]:
     return dict(zip(names, map(int, at), strict=True))
 
 
-def drafted_tokens(samples: Sequence[Sample], depth: int, draftable_V: Tensor | None = None) -> int:
-    """How many tokens the head learns to draft at one depth or more.
+def label_tokens(samples: Sequence[Sample], draftable_V: Tensor | None = None) -> tuple[int, int]:
+    """(tokens that are a label at some depth, those of them in the draft vocabulary).
 
-    Args: depth: K. draftable_V: bool [V], the draft vocabulary; None = all tokens.
+    A label of any depth is one at depth 1 as well, of a later row.
+    Args: draftable_V: bool [V], the draft vocabulary; None = all tokens.
     """
-    rest, found = iter(samples), 0
+    rest, labels, inside = iter(samples), 0, 0
     while block := list(islice(rest, BLOCK)):
         token_R, turn_R = (torch.cat(parts) for parts in zip(*(sample.tensors() for sample in block), strict=True))
         doc_R = torch.repeat_interleave(torch.arange(len(block)), torch.tensor([len(sample) for sample in block]))
-        drafted_R = drafted_depths(turn_R, doc_R, depth) > 0
-        found += int((drafted_R if draftable_V is None else drafted_R & draftable_V[token_R]).sum())
-    return found
+        label_R = drafted_depths(turn_R, doc_R, 1) > 0
+        labels += int(label_R.sum())
+        inside += 0 if draftable_V is None else int(draftable_V[token_R[label_R]].sum())
+    return labels, labels if draftable_V is None else inside
 
 
 def exact_copies(samples: Sequence[Sample]) -> int:

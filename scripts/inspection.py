@@ -92,6 +92,7 @@ def inspect(run: Run, wanted: Wanted) -> tuple[dict[str, Any], list[Shown]]:
             "held_out": held_report.as_dict() if held_report else None,
             "split": data.split.as_dict(),
         },
+        "supervise": settings.data.supervise,
         "depth": settings.head.depth,
         "draft_vocabulary": None if known is None else {"size": len(known.ids_U), "origin": known.origin},
         "seed": seed if wanted.random else None,

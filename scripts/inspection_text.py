@@ -102,7 +102,7 @@ def legend(shown: Sequence[Shown], depth: int, signs: Signs) -> Table:
     """What the marks in these samples mean."""
     marks = {token.mark for each in shown for token in each.tokens}
     some = any(t.mark == DRAFTED and t.depths < depth for each in shown for t in each.tokens)
-    fewer = f"; a small number: at so many of the {depth} depths" if some else ""
+    fewer = f", at all {depth} depths or at as many as the small number says" if some else ""
     prompts = any(t.mark == DRAFTED and t.turn < 0 for each in shown for t in each.tokens)
     rows = [
         (DRAFTED, "bold green", f"drafted: the head learns to guess it{fewer}"),
@@ -130,7 +130,7 @@ def page(value: dict[str, Any]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     rows = [("conversations", _conversations(train, split, value)), ("duplicates", _duplicates(stats["duplicates"]))]
-    rows += [*_lengths(stats), *_shares(stats)]
+    rows += [*_lengths(stats), *_shares(stats, value["supervise"] == "all")]
     if (kept := stats["draft_vocabulary"]) is not None:
         held = f"hold {_percent(kept['coverage'])} of the labels"
         asked = f" and {_percent(kept['choices'])} of the target's choices" if kept["choices"] is not None else ""
@@ -169,12 +169,14 @@ def _lengths(stats: dict[str, Any]) -> list[tuple[str, str]]:
     return lengths
 
 
-def _shares(stats: dict[str, Any]) -> list[tuple[str, str]]:
+def _shares(stats: dict[str, Any], prompts: bool) -> list[tuple[str, str]]:
+    """Args: prompts: they are supervised too."""
     tokens, supervised, drafted = stats["tokens"], stats["supervised_tokens"], stats["drafted_tokens"]
     of = _percent(supervised / tokens if tokens else 0.0)
+    too = ", prompts too (data.supervise=all)" if prompts else ""
     part = _percent(drafted / supervised if supervised else 0.0)
     return [
-        ("supervised", f"{of} of {tokens:,} tokens: {supervised:,}, in {stats['turns']:,} answers"),
+        ("supervised", f"{of} of {tokens:,} tokens{too}; {stats['turns']:,} answers"),
         ("drafted", f"{part} of these, at up to {stats['depth']} depths"),
     ]
 
@@ -222,5 +224,5 @@ def text_of(value: dict[str, Any], shown: Sequence[Shown], by_token: bool) -> Gr
         token_lines(each, depth) if by_token else sample_text(each, depth, signs) for each in shown
     ]
     if shown and not by_token:
-        parts.append(legend(shown, depth, signs))
+        parts += [legend(shown, depth, signs), Text("")]
     return Group(*parts, page(value) if "statistics" in value else Text(counted(value)))

@@ -13,7 +13,7 @@ from headstart.data.own_choice import OwnChoice
 from headstart.data.prepare import ALONE, PreparedData, Ranks
 from headstart.data.prepare import prepare as tokenise
 from headstart.data.samples import Sample, supervise_everything
-from headstart.data.statistics import drafted_tokens, exact_copies, scripts, summarise
+from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
 from headstart.heads.errors import DataError
 from headstart.heads.files import write_json, write_text
 from headstart.heads.vocab import membership
@@ -70,15 +70,14 @@ def statistics_of(run: Run, draft_ids_U: Tensor | None, own: OwnChoice | None = 
     """
     trained, target = trained_samples(run), run.either_target
     whole = target.dims.vocab_size
-    every = drafted_tokens(trained, run.recipe.head.depth)
-    counts = {**counts_of(run, trained), "drafted_tokens": every}
+    draftable_V = None if draft_ids_U is None else membership(draft_ids_U.cpu(), whole)
+    labels, drafted = label_tokens(trained, draftable_V)
     vocabulary = None
     if draft_ids_U is not None:
-        inside = drafted_tokens(trained, run.recipe.head.depth, membership(draft_ids_U.cpu(), whole))
-        counts["drafted_tokens"] = inside
-        vocabulary = {"size": len(draft_ids_U), "of": whole, "coverage": inside / every if every else 0.0}
+        vocabulary = {"size": len(draft_ids_U), "of": whole, "coverage": drafted / labels if labels else 0.0}
     return {
-        **counts,
+        **counts_of(run, trained),
+        "drafted_tokens": drafted,
         "depth": run.recipe.head.depth,
         "duplicates": {"exact": exact_copies(trained)},
         "scripts": scripts(trained, target.tokenizer, run.recipe.seed),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headstart.data.samples import Sample, supervise_everything
-from headstart.data.statistics import drafted_tokens, exact_copies, scripts, summarise
+from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
 from headstart.heads.vocab import membership
 
 SPREAD = ("min", "p5", "median", "p95", "max")
@@ -45,10 +45,10 @@ def test_counts_and_lengths():
 def test_tokens_that_are_drafted_somewhere():
     """All tokens of an answer but its first, where a row stands before the answer."""
     samples = [sample([-1, 0, 0, 0, -1, 1, 1]), sample([0, 0, 0]), sample([-1, -2, -2, 0])] * 300  # several blocks
-    assert drafted_tokens(samples, 3) == drafted_tokens(samples, 1) == (2 + 1 + 1) * 300
-    assert drafted_tokens(samples, 3, membership(torch.tensor([2, 6]), 7)) == (1 + 1 + 1) * 300
-    assert drafted_tokens([supervise_everything(samples[0])], 3) == 5
-    assert drafted_tokens([], 3) == 0
+    assert label_tokens(samples) == (4 * 300, 4 * 300)
+    assert label_tokens(samples, membership(torch.tensor([2, 6]), 7)) == (4 * 300, 3 * 300)
+    assert label_tokens([supervise_everything(samples[0])]) == (5, 5)
+    assert label_tokens([]) == (0, 0)
 
 
 def test_exact_copies():

@@ -90,7 +90,10 @@ def test_drafted_depths_count_the_rows_that_have_the_token_as_label(patterns: li
             rows = [(label - 1 - d, d) for d in range(1, depth + 1) if label - 1 - d >= 0]
             expected.append(sum(is_supervised(turns, t, d) for t, d in rows))
     batch = pack(patterns, depth, sum(map(len, patterns)) + padding)
-    assert drafted_depths(batch.turn_R, batch.doc_R, depth).tolist() == expected + [0] * padding
+    found = drafted_depths(batch.turn_R, batch.doc_R, depth)
+    assert found.tolist() == expected + [0] * padding
+    # a label of any depth is one at depth 1 as well
+    assert torch.equal(found > 0, drafted_depths(batch.turn_R, batch.doc_R, 1) > 0)
 
 
 @settings(deadline=None, max_examples=80)

@@ -38,7 +38,8 @@ def test_marks_are_exactly_those_of_the_answers(headstart: Callable, recipe: Pat
     ]  # fmt: skip
     shown = headstart("inspect", recipe, *ONLY_FILES, "-n", "1")
     assert "assistant\n⟨0⟩⟦ ₁0 ok<|im_end|>⟧\n" in shown.out and "24 conversations → 24 samples" in shown.err
-    assert "⟦text⟧" in shown.out and "at so many of the 2 depths" in shown.out and "⟪" not in shown.out
+    assert "⟦text⟧" in shown.out and "at all 2 depths or at as many as the small number says" in shown.out
+    assert "⟪" not in shown.out
     lines = headstart("inspect", recipe, *ONLY_FILES, "-n", "1", "--tokens").out.splitlines()
     assert next(line.split() for line in lines if "'k'" in line) == ["0", "2", str(answer[5]["id"]), "'k'"]
 
@@ -79,7 +80,7 @@ STATISTICS = {
     },
 }  # fmt: skip
 SCHEMA = {
-    "counts": COUNTS, "held_out_samples": int, "report": dict, "depth": int,
+    "counts": COUNTS, "held_out_samples": int, "report": dict, "supervise": str, "depth": int,
     "draft_vocabulary": {"size": int, "origin": str}, "seed": MAYBE_INT, "samples": [SAMPLE], "statistics": STATISTICS,
 }  # fmt: skip
 
@@ -195,6 +196,11 @@ def test_the_draft_vocabulary_that_the_run_chose_is_shown(headstart: Callable, r
     assert after["draft_vocabulary"] == {"size": 5, "origin": "chosen by this run"}
     for token in (token for sample in after["samples"] for token in sample["tokens"]):
         assert token["in_draft_vocabulary"] == (token["id"] in ids)
+    place = recipe.parent / "run" / "head"
+    going_on = (*few, f"start_from={place}", f"run_dir={recipe.parent}/other", "--json", "-n", "24")
+    continued = headstart("inspect", recipe, *going_on).json
+    assert continued["draft_vocabulary"] == {"size": 5, "origin": "that of start_from"}
+    assert continued["samples"] == after["samples"]
     whole = headstart("inspect", recipe, *ONLY_FILES, "head.draft_vocab_size=0", "--json").json
     assert whole["draft_vocabulary"] is None
 
@@ -229,7 +235,8 @@ def test_a_page_of_numbers(headstart: Callable, recipe: Path) -> None:
     assert rows["conversations"] == "24 read; 24 samples train, 0 held out"
     assert rows["duplicates"] == "no exact copies"
     assert rows["tokens an answer"] == "min 7, p5 7, median 9, p95 9, max 9"
-    assert rows["supervised"].endswith("in 24 answers") and rows["scripts"].startswith("Latin 100 % of the letters")
+    assert rows["supervised"].endswith(" of 810 tokens; 24 answers")
+    assert rows["scripts"].startswith("Latin 100 % of the letters")
     assert rows["training"].startswith("2 epochs, ") and "GPU" in rows["training"]
     assert "⟦" not in shown.out  # samples are shown when they are asked for
     assert "⟦" in headstart("inspect", recipe, *ONLY_FILES, "--stats", "--n", "1").out

@@ -307,6 +307,16 @@ def test_steps_and_hours(models):
     assert timed.steps is None and timed.hours == 0.5
 
 
+def test_epochs_are_what_the_first_limit_leaves(models):
+    epochs = lambda **limits: plan_of(models, "8b", Layout(accumulation=4), **limits).epochs  # noqa: E731
+    assert epochs(epochs=2.0) == 2.0
+    assert epochs(epochs=None, steps=100) == 100 * 32_000 / 8_000_000
+    assert epochs(epochs=None, max_seconds=1800.0) == 1800 * 20_000 / 8_000_000
+    assert epochs(epochs=2.0, steps=100, max_seconds=60.0) == 60 * 20_000 / 8_000_000
+    # the one step is a part of a whole one
+    assert plan_of(models, "8b", Layout(accumulation=3000), epochs=1.0).epochs == 1.0
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
 def test_shards_of_the_head(models, kind):
     one = memory_of(*models["8b"], Layout(ranks=4, ranks_per_node=4))[0]

@@ -6,21 +6,23 @@ the tokens of its prompt and end with the first stop token, which is supervised.
 
 Several turns share one sample when each turn's text is the beginning of the next one's. Some templates rewrite history:
 Qwen3's drops the `<think>` blocks of earlier turns. Such a turn becomes a sample of its own, so that every answer is
-trained in exactly the context in which it is generated.
+trained in exactly the context in which it is generated. So does a turn whose first letters would share a token with the
+end of its prompt: a server tokenises that prompt alone, and the prompts of later turns as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.data.answers import parse_answer
 from headstart.data.cutting import Cutter, Tokens
+from headstart.data.ends import Ends
 from headstart.data.messages import Message
 from headstart.data.pieces import require_pieces, require_prompt
 from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError, chat_template
-from headstart.data.turns import Turn, find_turns, turn_at
+from headstart.data.turns import Turn, find_turns
 from headstart.heads.errors import TemplateError
 
 #: characters read per token when only the first tokens of a text are needed
@@ -59,7 +61,7 @@ class _Part:
     turns: list[Turn]
     messages: Sequence[Message]
     finish_reason: str
-    tagged: bool
+    tools: Sequence[dict[str, Any]]
 
     @property
     def text(self) -> str:
@@ -95,6 +97,7 @@ class ChatFormat:
             # the template's last words stay where they hold an answer's only stop token
             ended = self.stop_token_ids.intersection(self.cutter.ids(text[text.rfind(PROBE[1]["content"]) :]))
             self.renderer.foot = foot if ended else ""
+        self.ends = Ends(self.renderer, self.cutter, self.stop_token_ids)
         self._probed = False
         self._head: tuple[str, list[int]] = "", []
 
@@ -150,7 +153,12 @@ class ChatFormat:
 
         Raises: TemplateError when the template can mask no conversation.
         """
-        self._probe()
+        if not self._probed:
+            self._probed = True
+            try:
+                self.probe()
+            except RefusedError:
+                pass  # it may only want a system message or tools, which the data may have
         plans = [self._parts(request) for request in requests]
         parts = [part for plan in plans if isinstance(plan, list) for part in plan if isinstance(part, _Part)]
         tokens = self.cutter.tokens([part.text for part in parts])
@@ -161,17 +169,39 @@ class ChatFormat:
                 continue
             samples = [(part, next(tokens)) if isinstance(part, _Part) else (part, None) for part in plan]
             try:
-                encoded.append([self._masked(*sample) for sample in samples])
+                encoded.append([made for sample in samples for made in self._masked(*sample)])
             except RefusedError as error:
                 encoded.append(error)
         return encoded
+
+    def probe(self) -> Encoded:
+        """A plain question and answer, encoded; the answer has thoughts, where the template's prompt begins them.
+
+        Raises: TemplateError for a template that never tells which tokens are the assistant's; RefusedError for one
+            that refuses such a conversation.
+        """
+        failed: UnmaskableError | None = None
+        for probe in (list(PROBE), [PROBE[0], {**PROBE[1], "reasoning_content": "Be brief."}]):
+            try:
+                part = _Part(find_turns(self.renderer, probe, [1]), probe, "stop", ())
+                (encoded,) = self._masked(part, next(self.cutter.tokens([part.text])))
+            except UnmaskableError as error:
+                failed = failed or error
+                continue
+            if not part.turns[0].spans:
+                raise TemplateError(
+                    "chat template: its {% generation %} tags mark nothing in a plain question and answer: "
+                    "put them around the assistant's content and end-of-turn token (target.chat_template=FILE.jinja)"
+                )
+            return encoded
+        raise TemplateError(str(failed)) from failed
 
     def _parts(self, request: Request) -> list[_Part | Encoded] | RefusedError:
         """The texts of a conversation that become samples; encoded already where only the beginning counts."""
         messages, tools, answers = request.messages, request.tools, answers_of(request.messages)
         try:
             wanted = answers if request.turns == "all" else answers[-1:]
-            supervised = find_turns(self.renderer, messages, wanted, tools)
+            supervised = self._turns(messages, wanted, tools)
             groups: list[list[Turn]] = []
             for turn in reversed(supervised):
                 if groups and _goes_on(turn, groups[-1][0]):
@@ -184,11 +214,20 @@ class ChatFormat:
         except RefusedError as error:
             return error
         reasons = ["stop"] * (len(groups) - 1) + [request.finish_reason]
-        tagged, parts = self.renderer.tagged(tools), []
+        parts: list[_Part | Encoded] = []
         for group, reason in zip(groups, reasons, strict=False):
             beyond = None if request.max_length is None else self._beyond(group, request.max_length)
-            parts.append(beyond or _Part(group, messages, reason, tagged))
+            parts.append(beyond or _Part(group, messages, reason, tools))
         return parts
+
+    def _turns(
+        self, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]]
+    ) -> list[Turn]:
+        try:
+            return find_turns(self.renderer, messages, answers, tools)
+        except UnmaskableError:
+            require_prompt(messages, self.render(messages, tools=tools), tools)  # a part left out is the better reason
+            raise
 
     def _beyond(self, turns: list[Turn], max_length: int) -> Encoded | None:
         """The first max_length + 1 tokens if every answer begins after them, else None.
@@ -207,19 +246,35 @@ class ChatFormat:
         ids = self._head[1][: max_length + 1]
         return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
 
-    def _masked(self, part: _Part | Encoded, whole: Tokens | None) -> Encoded:
-        """The sample of a part.
+    def _masked(self, part: _Part | Encoded, whole: Tokens | None) -> list[Encoded]:
+        """The sample of a part; and one more for each turn whose prompt alone has other ids.
 
         Args: whole: its text, tokenised.
         """
         if isinstance(part, Encoded) or whole is None:
             assert isinstance(part, Encoded)
-            return part
+            return [part]
+        starts = [[start for start, _ in turn.spans] for turn in part.turns]
+        apart = self.cutter.starts(whole, part.text, starts)
+        if apart and len(part.turns) > 1:
+            groups = [[part.turns[number]] for number in apart]
+            groups += [group] if (group := [turn for n, turn in enumerate(part.turns) if n not in apart]) else []
+            groups.sort(key=lambda group: group[-1].index)
+            return [made for group in groups for made in self._cut(part, group)]
+        return [self._mask(part, self.cutter.split(part.text, starts[0], whole) if apart else whole)]
+
+    def _cut(self, part: _Part, turns: list[Turn]) -> list[Encoded]:
+        """Samples of some turns of a part, in the text up to the end of the last of them."""
+        text = part.text[: turns[-1].end]
+        reason = part.finish_reason if turns[-1] is part.turns[-1] else "stop"
+        own = replace(part, turns=[replace(turn, text=text) for turn in turns], finish_reason=reason)
+        return self._masked(own, next(self.cutter.tokens([text])))
+
+    def _mask(self, part: _Part, tokens: Tokens) -> Encoded:
         text, finish_reason = part.text, part.finish_reason
         spans = [(turn, start, end) for turn in part.turns for start, end in turn.spans]
-        tokens = self.cutter.split(text, [start for _, start, _ in spans], whole)
-        turn_ids = [-1] * len(tokens.ids)
-        stop_at = len(tokens.ids)
+        ids, turn_ids = tokens.ids, [-1] * len(tokens.ids)
+        stop_at = len(ids)
         broken = 0
         over: Turn | None = None
         for number, (turn, start, end) in enumerate(spans):
@@ -228,25 +283,25 @@ class ChatFormat:
             first, final = tokens.starts[number], number + 1 == len(spans)
             # the next token may be the stop token: the tags leave it out, or it also begins the next message (GLM)
             limit = tokens.after(end, first) + 1
-            stop = self._first_stop(tokens.ids, first, min(limit, len(tokens.ids)))
-            if stop is None:
-                past = self._content_end(text, tokens, number, part.messages[turn.index], start, end)
-                past = tokens.after(end, first) if past is None and part.tagged else past
-                if past is None:
-                    raise UnmaskableError(
-                        "chat template: an answer has no stop token and its text is not found in the rendering",
-                        f" (stop tokens: {sorted(self.stop_token_ids)}), so its end is unknown: give "
-                        "target.chat_template=FILE.jinja with {% generation %} tags",
-                    )
-            else:
+            stop = self._first_stop(ids, first, min(limit, len(tokens.ids)))
+            cut = final and finish_reason == "length"
+            bare = stop is None and final and not cut and end == len(text)  # no message follows
+            message = part.messages[turn.index]
+            ending = self.ends.next_stop(message, part.tools) if bare else None
+            if stop is not None:
                 past, over = stop + 1, turn
                 broken += bool(text[tokens.offsets[stop][1] : turn.spans[-1][1]].strip())
-                if final and finish_reason == "length":
+                if cut:
                     past = stop  # the answer was cut: its end was never generated
+            elif ending is not None:
+                ids, turn_ids = [*ids, ending], [*turn_ids, -1]
+                past = stop_at = len(ids)
+            else:
+                past = self.ends.past(text, tokens, number, (start, end), message, part.tools)
             turn_ids[first:past] = [number] * (past - first)
-            if final and finish_reason == "length":
+            if cut:
                 stop_at = past
-        return Encoded(tokens.ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
+        return Encoded(ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
 
     def _first_stop(self, ids: list[int], first: int, limit: int) -> int | None:
         """The first stop token from `first` on and before `limit`."""
@@ -257,47 +312,6 @@ class ChatFormat:
             except ValueError:
                 continue
         return found
-
-    def _content_end(
-        self, text: str, tokens: Tokens, number: int, message: Message, start: int, end: int
-    ) -> int | None:
-        """Index after the last token of an answer without a stop token (templates of base models).
-
-        None if the answer's text is not found between the characters `start` and `end`.
-        """
-        content = message.get("content") or ""
-        said = content.split("</think>")[-1].strip()
-        thoughts = message.get("reasoning_content") or "</think>" in content  # thoughts may repeat the answer's words
-        place = text.rfind(said, start, end) if said and thoughts else text.find(said, start, end)
-        stop = place + len(said)
-        if message.get("tool_calls"):  # which follow the content
-            stop = start + len(text[start:end].rstrip())
-        return None if place < 0 else self.cutter.shared(text, tokens, stop, tokens.origins[number])[0]
-
-    def _probe(self) -> None:
-        """Raise TemplateError for a template that never tells which tokens are the assistant's. Looks once only."""
-        if self._probed:
-            return
-        self._probed = True
-        thinking = [PROBE[0], {**PROBE[1], "reasoning_content": "Be brief."}]  # for prompts that end with <think>
-        failed: UnmaskableError | None = None
-        for probe in (list(PROBE), thinking):
-            try:
-                turn = turn_at(self.renderer, probe, 1)
-                part = _Part([turn], probe, "stop", self.renderer.tagged())
-                self._masked(part, next(self.cutter.tokens([part.text])))
-            except UnmaskableError as error:
-                failed = failed or error
-                continue
-            except RefusedError:
-                return  # it may only want a system message or tools, which the data may have
-            if not turn.spans:
-                raise TemplateError(
-                    "chat template: its {% generation %} tags mark nothing in a plain question and answer: "
-                    "put them around the assistant's content and end-of-turn token (target.chat_template=FILE.jinja)"
-                )
-            return
-        raise TemplateError(str(failed)) from failed
 
 
 def answers_of(messages: Sequence[Message]) -> list[int]:

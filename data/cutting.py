@@ -94,22 +94,30 @@ class Cutter:
     def encode(self, texts: Sequence[str]) -> Any:
         return self.tokenizer(list(texts), **PLAIN)
 
-    def split(self, text: str, starts: list[int], whole: Tokens) -> Tokens:
-        """Tokens of `text`, and the token at every character position in `starts` (ascending).
+    def starts(self, whole: Tokens, text: str, answers: Sequence[Sequence[int]]) -> list[int]:
+        """Finds the token at which each answer of `text` begins; returns which turns' prompts have other ids alone.
 
-        Args: whole: the text, tokenised as one; it takes the starts.
+        Before such a turn, one token holds characters of both sides: the prompt ends with a newline, and the answer
+        begins with one.
 
-        A prompt's ids must be the first ids of the whole, as in serving. Where one token would hold characters of both
-        sides (the prompt ends with a newline, the answer begins with one), the two sides are tokenised apart.
+        Args:
+            whole: the text, tokenised; it takes the starts.
+            answers: for every turn, the characters at which its answers begin.
         """
-        for character in starts:
-            first, all_shared = self.shared(text, whole, character)
-            if not all_shared:
-                break
-            whole.starts.append(first)
-            whole.origins.append((0, 0))
-        else:
-            return whole
+        apart = []
+        for number, characters in enumerate(answers):
+            shared = [self.shared(text, whole, character) for character in characters]
+            if not all(all_shared for _, all_shared in shared):
+                apart.append(number)
+            whole.starts.extend(first for first, _ in shared)
+            whole.origins.extend((0, 0) for _ in shared)
+        return apart
+
+    def split(self, text: str, starts: Sequence[int], whole: Tokens) -> Tokens:
+        """Tokens of `text`, tokenised apart before and behind each character of `starts` (ascending).
+
+        Raises: RefusedError where the sides together are another text.
+        """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         words: list[int | None] = []

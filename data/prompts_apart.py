@@ -1,0 +1,143 @@
+"""Answers behind prompts that are not the beginning of the text with the answer.
+
+A server answers the prompt, so the text that trains is the prompt, followed by what the model says. Three kinds of
+templates write the prompt in another way once it is answered:
+
+- the prompt begins the model's thoughts (DeepSeek-R1) or closes empty ones, and the template writes no thoughts into a
+  history. The model then says the rest of the thoughts, their end, and the answer as the history has it;
+- the same words stand behind the last message, answered or not (Command R: an instruction about tools);
+- an earlier part of the prompt moves (Mistral: the system message stands in the last message only).
+
+Whatever is put together here is first compared with what the template itself writes; otherwise the answer is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from headstart.data.messages import Message
+from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError
+
+#: the end of a prompt that begins the model's thoughts, or closes empty ones
+BEGUN = re.compile(r"<think>(\s*)(</think>\s*)?\Z")
+#: (where the answer begins, the text, where its supervised part ends)
+Behind = tuple[int, str, int]
+
+
+def no_beginning(prompt: str, text: str, index: int, because: str = "") -> tuple[str, str]:
+    """Reason and detail of the refusal of message `index`."""
+    apart = "the prompt before an answer is not the beginning of the text with the answer"
+    return f"chat template: {because or apart}", (
+        f"{': ' + apart if because else ''} (message {index}), so it would train in another context than it is "
+        f"served in: the prompt ends {prompt[-60:]!r}, "
+        f"the text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. "
+        "Set data.template_kwargs (such as {enable_thinking: false}), give a template whose answers begin as its "
+        "prompts end (target.chat_template=FILE.jinja), or train on distilled answers (they carry token ids)"
+    )
+
+
+def answer_behind_prompt(
+    renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]]
+) -> Behind | None:
+    """The prompt before assistant message `index`, followed by the answer; None if the template is of no known kind.
+
+    Raises: RefusedError when the template refuses the messages; UnmaskableError for an answer without thoughts behind
+        a prompt that begins some, and for one with thoughts behind a prompt that closes them.
+    """
+    prompt = renderer.render(messages[:index], True, tools)[0]
+    if begun := BEGUN.search(prompt):
+        return _thinking(renderer, messages, index, tools, prompt, begun)
+    if renderer.tagged(tools):
+        return None
+    return _before_foot(renderer, messages, index, tools, prompt) or _moved(renderer, messages, index, tools, prompt)
+
+
+def _thinking(
+    renderer: Renderer,
+    messages: Sequence[Message],
+    index: int,
+    tools: Sequence[dict[str, Any]],
+    prompt: str,
+    begun: re.Match[str],
+) -> Behind | None:
+    """Thoughts, and the answer as it stands in a history, behind a prompt that begins or closes thoughts."""
+    message, base, closed = messages[index], prompt[: begun.start()], begun.group(2) is not None
+    thoughts, said = split_thoughts(message)
+    if closed == bool(thoughts.strip()):
+        text = renderer.render(messages[: index + 1], tools=tools)[0]
+        because = "its prompt closes the model's thoughts, and the answer has some" if closed else (
+            "its prompt begins the model's thoughts, and the answer has none")  # fmt: skip
+        raise UnmaskableError(*no_beginning(prompt, text, index, because))
+    plain = {**{key: value for key, value in message.items() if key != "reasoning_content"}, "content": said}
+    text, tags = renderer.render([*messages[:index], plain], tools=tools)
+    answer = text[len(base) :]
+    if not text.startswith(base) or answer.lstrip().startswith("<think>"):
+        return None
+    if not closed:
+        answer = _joined(thoughts, answer, said, begun.group(1), "reasoning_content" in message)
+    whole = prompt + answer
+    # behind the prompt, all that the tags enclose is the answer's
+    return len(prompt), whole, len(whole) - (len(text) - tags[-1][1] if tags else 0)
+
+
+def split_thoughts(message: Message) -> tuple[str, str]:
+    """(thoughts, content) of an answer; thoughts may stand in its content: `<think>…</think>…`, or `…</think>…`."""
+    content = message.get("content") or ""
+    if "reasoning_content" in message:
+        return message["reasoning_content"] or "", content
+    thoughts, mark, said = content.partition("</think>")
+    return (thoughts.removeprefix("<think>"), said) if mark else ("", content)
+
+
+def _joined(thoughts: str, answer: str, said: str, gap: str, apart: bool) -> str:
+    """What the model says from within its thoughts on.
+
+    Args:
+        gap: white space between `<think>` and the thoughts.
+        apart: the record holds the thoughts apart from the content, so that white space around them is lost.
+    """
+    if apart:
+        thoughts, between = thoughts.strip(), gap * 2
+    else:  # the record holds what the model said
+        thoughts, between = thoughts.removeprefix(gap), said[: len(said) - len(said.lstrip())]
+    end = "" if answer.startswith("</think>") else "</think>"
+    between = "" if not end or answer[:1].isspace() else between
+    return thoughts + (gap if apart else "") + end + between + answer
+
+
+def _before_foot(
+    renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]], prompt: str
+) -> Behind | None:
+    """The answer without the words that the template writes behind the last message, answered or not."""
+    before, text = (renderer.render(messages[:count], tools=tools)[0] for count in (index, index + 1))
+    words = prompt[len(before) :]
+    header = text.rfind(words, 0, len(os.path.commonprefix([prompt, text])) + len(words))
+    if not words or header < 0 or not prompt.startswith(before):
+        return None
+    foot = before[header:]
+    if not foot or not before.startswith(text[:header]) or not text.endswith(foot):
+        return None
+    answer = text[header + len(words) : len(text) - len(foot)]
+    return len(prompt), prompt + answer, len(prompt + answer)
+
+
+def _moved(
+    renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]], prompt: str
+) -> Behind | None:
+    """The answer as it stands after a plain question.
+
+    None unless the real text ends with this answer and the generation prompt is the plain question's.
+    """
+    try:
+        alone, asked = renderer.render([PROBE[0], messages[index]], tools=tools)[0], renderer.prompt(PROBE[:1], tools)
+        text = renderer.render(messages[: index + 1], tools=tools)[0]
+        words = renderer.prompt(messages[:index], tools)[1]
+    except RefusedError:
+        return None
+    answer = alone[len(asked[0]) :]
+    if not alone.startswith(asked[0]) or not text.endswith(answer) or words != asked[1]:
+        return None
+    return len(prompt), prompt + answer, len(prompt + answer)

@@ -1,0 +1,146 @@
+"""Checks a mask against the text by hand and against the prompts that a server would answer. Uses no code of ours.
+
+Legend: a *complaint* says in words what is wrong; no complaint means that the samples are right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from templates.expected import EXPECTED
+from templates.families import CONVERSATIONS, FAMILIES, KINDS, TOOL, WITH_TOOLS, Family, tokenizer
+
+#: token ids and the turn of each
+Sample = tuple[list[int], list[int]]
+
+
+def tools_of(family: str, conversation: str) -> list[dict[str, Any]]:
+    """The tools that the record holds. DeepSeek's templates write none."""
+    return [TOOL] if conversation in WITH_TOOLS and not family.startswith("deepseek") else []
+
+
+def letters(tokens: Any, ids: Sequence[int], kind: str) -> list[str]:
+    """The characters of every token. A ▁ that the tokenizer itself puts in front of a text is none."""
+    if kind in ("bytes", "gpt2"):
+        return [tokens.decode([i]) for i in ids]
+    added, made, fresh = tokens.get_added_vocab(), [], True
+    for token in tokens.convert_ids_to_tokens(ids):
+        special = token in added
+        text = token if special else token.replace("▁", " ")
+        made.append(text[1:] if fresh and not special and text.startswith(" ") else text)
+        fresh = special and kind == "sentencepiece"
+    return made
+
+
+def marked(tokens: Any, sample: Sample, kind: str) -> str:
+    """The sample's text with ⟦ and ⟧ around every turn."""
+    ids, turns = sample
+    text, inside = "", -1
+    for piece, turn in zip(letters(tokens, ids, kind), turns, strict=True):
+        if turn != inside:
+            text += ("⟧" if inside >= 0 else "") + ("⟦" if turn >= 0 else "")
+        text, inside = text + piece, turn
+    return text + ("⟧" if inside >= 0 else "")
+
+
+def served(family: str, tokens: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of the prompt that transformers' own template call gives, as servers use it."""
+    text = tokens.apply_chat_template(
+        [shaped(FAMILIES[family], message) for message in messages], tools=list(tools) or None,
+        add_generation_prompt=True, tokenize=False, **FAMILIES[family].variables,
+    )  # fmt: skip
+    return tokens(text, add_special_tokens=False)["input_ids"]
+
+
+def shaped(family: Family, message: dict[str, Any]) -> dict[str, Any]:
+    """A message in the form that the template takes, as its model card says."""
+    made = dict(message)
+    if "reasoning_content" in made:
+        made["thinking"] = made["reasoning_content"]
+    if family.text_arguments and made.get("tool_calls"):
+        made["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in made["tool_calls"]
+        ]
+    return made
+
+
+def by_text(tokens: Any, samples: Sequence[Sample], expected: Sequence[str], kind: str) -> list[str]:
+    """Complaints about samples whose text or mask is not the one by hand."""
+    found = [marked(tokens, sample, kind) for sample in samples]
+    complaints = [f"{len(found)} samples, expected {len(expected)}"] if len(found) != len(expected) else []
+    return complaints + [f"found {a!r}, expected {b!r}" for a, b in zip(found, expected, strict=False) if a != b]
+
+
+def by_serving(
+    family: str,
+    tokens: Any,
+    samples: Sequence[Sample],
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] = (),
+    finished: bool = True,
+) -> list[str]:
+    """Complaints about turns that do not stand directly behind the prompt a server would answer, or do not end.
+
+    Args: finished: the last answer has its end.
+    """  # fmt: skip
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    stops = set(tokens.convert_tokens_to_ids(list(FAMILIES[family].stops)))
+    complaints, number = [], 0
+    for ids, turns in samples:
+        for turn in sorted({turn for turn in turns if turn >= 0}):
+            if number == len(answers):
+                return [*complaints, "more turns than answers"]
+            at = [place for place, each in enumerate(turns) if each == turn]
+            prompt = served(family, tokens, messages[: answers[number]], tools)
+            if ids[: at[0]] != prompt:
+                complaints.append(f"answer {number}: the tokens before it are not the prompt's")
+            if at != list(range(at[0], at[-1] + 1)):
+                complaints.append(f"answer {number}: its tokens do not stand together")
+            ends = [ids[place] in stops for place in at]
+            number += 1
+            if any(ends[:-1]):
+                complaints.append(f"answer {number - 1}: a stop token within it")
+            if ends[-1] != (finished or number < len(answers)) and family != "command r":
+                complaints.append(f"answer {number - 1}: its last token {'is' if ends[-1] else 'is not'} a stop token")
+    return complaints + ([f"{number} turns, expected {len(answers)}"] if number != len(answers) else [])
+
+
+def complaints_of(
+    family: str, conversation: str, kind: str, samples: Sequence[Sample], tagged: bool = False
+) -> list[str]:
+    """Complaints of both kinds about the samples of a conversation."""
+    tokens, expected = tokenizer(family, kind, tagged), EXPECTED[family][conversation]
+    assert isinstance(expected, list)
+    messages, tools = CONVERSATIONS[conversation], tools_of(family, conversation)
+    return by_text(tokens, samples, expected, kind) + by_serving(family, tokens, samples, messages, tools)
+
+
+def encode(family: str, conversation: str, kind: str, tagged: bool = False, **how: Any) -> list[Sample]:
+    """The samples that the code under test makes."""
+    from headstart.data.chat import ChatFormat
+
+    known, tokens = FAMILIES[family], tokenizer(family, kind, tagged)
+    chat = ChatFormat(tokens, tokens.convert_tokens_to_ids(list(known.stops)), known.variables)
+    made = chat.encode(CONVERSATIONS[conversation], tools=tools_of(family, conversation), **how)
+    return [(each.token_ids, each.turn_ids) for each in made]
+
+
+def families_ok() -> dict[str, bool]:
+    """For every family, whether all its conversations have the right masks with all kinds of tokenizers."""
+    from headstart.data.rendering import RefusedError
+
+    def right(family: str, conversation: str, kind: str) -> bool:
+        expected = EXPECTED[family][conversation]
+        try:
+            samples = encode(family, conversation, kind)
+        except RefusedError as error:
+            return error.reason == expected
+        return isinstance(expected, list) and not complaints_of(family, conversation, kind, samples)
+
+    return {
+        family: all(right(family, conversation, kind) for conversation in found for kind in KINDS)
+        for family, found in EXPECTED.items()
+    }

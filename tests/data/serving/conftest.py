@@ -14,6 +14,7 @@ from headstart.data.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
+from headstart.heads.targets.target import Target
 
 
 @pytest.fixture
@@ -27,10 +28,26 @@ def state(tokenizer: Any, target: Any) -> Any:
 
 
 @pytest.fixture
-def ask(target: Any, tmp_path: Path) -> Any:
-    """ask(servers, prompts, **settings) → records by id. It distils into tmp_path/out.jsonl."""
+def target_with(target: Any) -> Any:
+    """target_with(tokenizer) → a target with another tokenizer."""
 
-    def run(servers: list[Serving], prompts: list[Prompt], **more: Any) -> dict[str, dict[str, Any]]:
+    def make(tokenizer: Any) -> Target:
+        return Target.from_model(target.model, tokenizer, target.config)
+
+    return make
+
+
+@pytest.fixture
+def ask(ask_target: Any, target: Any) -> Any:
+    """ask(servers, prompts, **settings): `ask_target` for the target."""
+    return lambda servers, prompts, **more: ask_target(target, servers, prompts, **more)
+
+
+@pytest.fixture
+def ask_target(tmp_path: Path) -> Any:
+    """ask_target(target, servers, prompts, **settings) → records by id. It distils into tmp_path/out.jsonl."""
+
+    def run(target: Target, servers: list[Serving], prompts: list[Prompt], **more: Any) -> dict[str, dict[str, Any]]:
         patience = more.pop("patience", FAST)
         concurrency = more.pop("concurrency", 4)
         said: list[str] = more.pop("said", [])

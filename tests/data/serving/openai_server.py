@@ -7,6 +7,7 @@ question, one after another; then it is answered.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -38,6 +39,9 @@ class State:
         faults: question → what happens to its requests in turn.
         always: what happens to every request, whatever its question.
         change: changes the body of every answer.
+        answer: messages → the answer's message, instead of `answer_to`.
+        models: what /v1/models lists, instead of `model`.
+        refuses: what every request gets with status 400.
         asked: (question, body) of every request, but those with one token of answer.
         tests: requests with one token of answer.
         most_in_flight: at once.
@@ -55,6 +59,7 @@ class State:
     change: Callable[[dict[str, Any]], Any] = lambda body: body
     answer: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
     models: list[dict[str, Any]] | None = None
+    refuses: dict[str, Any] | None = None
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     tests: int = 0
@@ -154,13 +159,20 @@ class Handler(BaseHTTPRequestHandler):
             self.send({"error": "no such page"}, 404)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if not content:  # the client was killed
+            self.close_connection = True
+            return
+        body = json.loads(content)
         if not self.allowed():
             return
         state = self.state
         if self.path == "/tokenize" and state.owner == "vllm":
             tokens = state.render(body)
             self.send({"count": len(tokens), "tokens": tokens})
+            return
+        if state.refuses is not None:
+            self.send(state.refuses, 400)
             return
         question = body["messages"][-1]["content"] if "messages" in body else "ids"
         fault = None
@@ -231,8 +243,9 @@ class Serving(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
-    def handle_error(self, *_: object) -> None:
-        pass
+    def handle_error(self, *request: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # the client has left
+            super().handle_error(*request)
 
     def die(self) -> None:
         """Refuse connections from now on, and break off those that are open."""

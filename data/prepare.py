@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -12,14 +13,15 @@ import numpy as np
 
 from headstart.data.chat import ChatFormat, Encoded, Request, answers_of
 from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.gather import Gathered
 from headstart.data.media import dropped_for, file_and_line
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
 from headstart.data.rejects import Rejects
 from headstart.data.rendering import RefusedError
 from headstart.data.samples import Sample, require_supervised
-from headstart.data.sources import load_conversations
-from headstart.data.split import Split, given_held_out, prompt_key, split_held_out
+from headstart.data.separate import separate
+from headstart.data.split import Split, prompt_key
 from headstart.heads.errors import DataError, HeadstartError
 
 T = TypeVar("T")
@@ -33,6 +35,8 @@ REMEDIES = {
 }
 #: conversations that each rank encodes before the ranks exchange their results
 BLOCK = 256
+#: reason for dropping a conversation that the template wrote no answer of
+NOTHING = "no sample"
 
 
 @dataclass
@@ -50,6 +54,7 @@ class TokenizeReport:
         greetings: conversations that begin with an assistant message before any question; it is context only.
         unread: field that is not read → number of conversations that have it.
         template: lines about how the chat template is used.
+        lost: (source, reason) → number of conversations of which nothing is left.
     """
 
     conversations: int = 0
@@ -64,13 +69,16 @@ class TokenizeReport:
     greetings: int = 0
     unread: dict[str, int] = field(default_factory=dict)
     template: list[str] = field(default_factory=list)
+    lost: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     @property
     def dropped_count(self) -> int:
         return sum(map(len, self.dropped.values()))
 
-    def drop(self, reason: str, name: str) -> None:
+    def drop(self, reason: str, name: str) -> str:
+        """Count a conversation or sample that is left out; returns the reason."""
         self.dropped.setdefault(reason, []).append(name)
+        return reason
 
     def lines(self) -> list[str]:
         """The report in words, one fact a line."""
@@ -100,7 +108,7 @@ class TokenizeReport:
         return lines + self.template
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self)}
+        return {name: value for name, value in vars(self).items() if name != "lost"}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -155,15 +163,19 @@ def tokenize(
         if isinstance(encoded, str):
             named = conversation.id if conversation.media is None else file_and_line(conversation.where)
             report.drop(encoded, named)
+            report.lost[conversation.source, encoded] += 1
             continue
         report.split += len(encoded) > 1
         said = [message["role"] for message in conversation.messages].count("assistant")
         report.greetings += not conversation.turns and said > len(answers_of(conversation.messages))
+        made: list[Sample | str] = []
         for number, item in enumerate(encoded):
             name = conversation.id if len(encoded) == 1 else f"{conversation.id}/turn{number}"
-            sample = _sample(name, item, conversation, config, report)
-            if sample is not None:
-                samples.append(sample)
+            made.append(_sample(name, item, conversation, config, report))
+        whole = [sample for sample in made if isinstance(sample, Sample)]
+        samples += whole
+        if not whole:
+            report.lost[conversation.source, str(made[0]) if made else NOTHING] += 1
     report.samples = len(samples)
     report.template = sorted({note for notes in ranks.gather(chats.notes) for note in notes})
     return samples, report
@@ -270,21 +282,20 @@ def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exce
 
 def _sample(
     name: str, item: Tokens, conversation: Conversation, config: DataConfig, report: TokenizeReport
-) -> Sample | None:
+) -> Sample | str:
+    """The sample, or the reason for which it is dropped."""
     tokens, turns, finish, broken = item
     whole = len(tokens)
     if whole > config.max_length:
         if config.too_long == "drop":
-            report.drop(f"longer than max_length={config.max_length} tokens", name)
-            return None
+            return report.drop(f"longer than max_length={config.max_length} tokens", name)
         if len(tokens) and (turns[config.max_length :] >= 0).any():
             finish = "length"
         tokens, turns = tokens[: config.max_length], turns[: config.max_length]
     supervised = int((turns >= 0).sum())
     if supervised < config.min_supervised:
         cut = " within max_length" if whole > config.max_length else ""
-        report.drop(f"fewer than min_supervised={config.min_supervised} supervised tokens{cut}", name)
-        return None
+        return report.drop(f"fewer than min_supervised={config.min_supervised} supervised tokens{cut}", name)
     if whole > config.max_length:
         report.truncated.append(name)
     report.tokens += len(tokens)
@@ -293,6 +304,7 @@ def _sample(
     if broken:
         report.broken.append(name)
     meta = {"conversation": conversation.id, "task": conversation.task, "prompt_key": prompt_key(conversation)}
+    meta["source"] = conversation.source
     return Sample(name, tokens, turns, finish, meta)
 
 
@@ -330,12 +342,16 @@ class PreparedData:
     Attributes:
         held_out_report: None unless the held-out conversations have files of their own.
         rejects: rows of both sides that could not be read and were left out (`on_bad: skip`).
+        gathered: what became of the conversations of each source.
+        held_out_gathered: the same of `data.held_out`, or None.
     """
 
     split: Split
     report: TokenizeReport
     held_out_report: TokenizeReport | None = None
     rejects: Rejects = field(default_factory=Rejects)
+    gathered: Gathered | None = None
+    held_out_gathered: Gathered | None = None
 
     @property
     def train(self) -> list[Sample]:
@@ -362,25 +378,21 @@ def prepare(
     Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
     """
     rejects = Rejects()
-    samples, report = tokenize(
-        load_conversations([*config.sources, *distilled], rejects), tokenizer, config, stop_token_ids, ranks
-    )
+
+    def read(sources: Sequence[SourceConfig]) -> tuple[Gathered, list[Sample], TokenizeReport]:
+        gathered = Gathered(sources, config, seed)
+        samples, report = tokenize(gathered.conversations(rejects), tokenizer, config, stop_token_ids, ranks)
+        gathered.add_lost(report.lost)
+        return gathered, gathered.without_near(samples), report
+
+    gathered, samples, report = read([*config.sources, *distilled])
     if not samples:
         why = "\n".join([*report.lines(), *rejects.lines()])
         raise DataError(f"data: no conversation can be trained on\n{why}")
     require_supervised(samples)
-    held_report: TokenizeReport | None = None
-    if config.held_out:
-        held, held_report = tokenize(
-            load_conversations(config.held_out, rejects), tokenizer, config, stop_token_ids, ranks
-        )
-        split = given_held_out(samples, held)
-    else:
-        split = split_held_out(samples, config.held_out_fraction, seed)
-    if not split.train:
-        raise DataError(
-            f"data: all {len(split.copies)} samples to train on repeat held-out text ({', '.join(split.copies[:3])}): "
-            "give other conversations to train on, or to hold out (data.held_out)"
-        )
-    require_supervised(split.train)
-    return PreparedData(split, report, held_report, rejects)
+    if not config.held_out:
+        split = separate(samples, None, gathered, None, config, seed)
+        return PreparedData(split, report, None, rejects, gathered)
+    held_gathered, held, held_report = read(config.held_out)
+    split = separate(samples, held, gathered, held_gathered, config, seed)
+    return PreparedData(split, report, held_report, rejects, gathered, held_gathered)

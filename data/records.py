@@ -98,6 +98,7 @@ class Conversation:
             record (ELSEWHERE).
         media: what the record holds beside text, "images", "video" or "audio"; its messages are then not whole, and
             whoever reads it must drop it. None for text.
+        source: number of the source that it was read from.
     """
 
     id: str
@@ -113,6 +114,7 @@ class Conversation:
     asks: str = "last"
     unread: tuple[str, ...] = ()
     media: str | None = None
+    source: int = 0
 
 
 def unread_note(counts: Mapping[str, int]) -> str | None:

@@ -6,6 +6,7 @@ import glob
 import gzip
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -15,9 +16,11 @@ from typing import IO, Any, TypeVar
 
 from headstart.data.columns import map_columns
 from headstart.data.config import SourceConfig
+from headstart.data.duplicates import content_key
 from headstart.data.hub import load_rows
 from headstart.data.json_lists import stream_list
-from headstart.data.messages import checked_json, kind
+from headstart.data.messages import Where, checked_json, kind
+from headstart.data.mixing import by_source, capped, weighted
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, parse_record
 from headstart.data.rejects import Bad, Rejects, stop
@@ -34,29 +37,43 @@ KINDS = (".jsonl", ".ndjson", ".json", ".parquet", *SEPARATORS, *TEXT)
 MAX_LINE, WHOLE_JSON = 1 << 27, 1 << 24
 
 
-def load_conversations(sources: Sequence[SourceConfig], rejects: Rejects | None = None) -> Iterator[Conversation]:
+def load_conversations(
+    sources: Sequence[SourceConfig], rejects: Rejects | None = None, skipped: Counter[int] | None = None
+) -> Iterator[Conversation]:
     """Every record of every source, in order.
 
-    Args: rejects: takes the bad rows of sources with `on_bad: skip`.
+    Args:
+        rejects: takes the bad rows of sources with `on_bad: skip`.
+        skipped: takes the number of these rows by source.
     Raises: DataError "FILE:LINE: …" at the first malformed record of other sources; ConfigError for a source that names
         no input.
     """
-    return _load(sources, rejects, lambda conversation: conversation)
+    return _load(sources, rejects, lambda conversation: conversation, skipped)
 
 
 def _load(
-    sources: Sequence[SourceConfig], rejects: Rejects | None, make: Callable[[Conversation], T]
+    sources: Sequence[SourceConfig],
+    rejects: Rejects | None,
+    make: Callable[[Conversation], T],
+    skipped: Counter[int] | None = None,
 ) -> Iterator[T]:
     rejects = Rejects() if rejects is None else rejects
+    skipped = Counter() if skipped is None else skipped
     seen: dict[str, int] = {}
+
+    def skip(error: DataError, where: Where, row: int) -> None:
+        rejects.add(error, where, row)
+        skipped[index] += 1
+
     for index, source in enumerate(sources):
         source.check(f"data.sources[{index}]")
-        bad = rejects.add if source.on_bad == "skip" else stop
+        bad = skip if source.on_bad == "skip" else stop
         for where, fallback, record in islice(read_records(source, bad), source.limit):
             try:
                 if source.columns:
                     record = map_columns(record, source.columns, where)
-                made = make(_unique(parse_record(record, where, fallback, source.format), seen))
+                parsed = _unique(parse_record(record, where, fallback, source.format), seen)
+                made = make(replace(parsed, source=index) if index else parsed)
             except DataError as error:
                 bad(error, where, int(fallback.rpartition(":")[2]))
                 continue
@@ -74,14 +91,23 @@ def _unique(conversation: Conversation, seen: dict[str, int]) -> Conversation:
 
 
 def read_prompts(
-    sources: Sequence[SourceConfig], limit: int | None = None, rejects: Rejects | None = None
+    sources: Sequence[SourceConfig], limit: int | None = None, rejects: Rejects | None = None, seed: int = 0
 ) -> list[Prompt]:
-    """Prompts for distillation, by the rules of `prompt_of`.
+    """Prompts for distillation, by the rules of `prompt_of`, within the caps and in the shares of the sources.
 
-    Args: rejects: as in `load_conversations`.
+    Args:
+        rejects: as in `load_conversations`.
+        seed: chooses prompts where a cap or a weight leaves some out.
     Raises: DataError for a malformed record, or one without a user turn.
     """
-    return list(islice(_load(sources, rejects, prompt_of), limit))
+    found = _load(sources, rejects, lambda c: (c.source, (prompt_of(c), content_key(c))))
+    kept = [
+        (source, *row)
+        for source, rows in by_source(found)
+        for row in capped(rows, sources[source].cap, seed)[0]
+    ]
+    used = weighted(kept, lambda row: (row[0], row[1].id, row[2]), [source.weight for source in sources], seed)
+    return list(islice((prompt for _, prompt, _ in kept if used[prompt.id]), limit))
 
 
 def workload_path(name: str) -> Path:

@@ -24,7 +24,9 @@ from headstart.heads.errors import ConfigError
 
 #: name of the rule below. Change it with the rule: runs that an older rule split are then made again, because the new
 #: rule might evaluate them on conversations that they were trained on
-SPLIT_RULE = "first prompt, without copied answers"
+SPLIT_RULE = "first prompt, without near copies"
+#: the rule with `data.duplicates=keep`, and that of earlier versions
+KEEPING_RULE = "first prompt, without copied answers"
 #: a warning is shown for fewer held-out prompts than this, which do not tell two heads apart
 FEWEST_HELD_OUT = 20
 #: a prompt that begins too many conversations is not held out, because most of the data could go with it. Too many is
@@ -65,6 +67,9 @@ class Split:
         copies: ids of samples that were removed with them, because they have no other answer.
         large_prompts: first prompts that were not held out because they begin too many conversations.
         shared_prompts: first prompts that are on both sides (held-out files of their own only).
+        near_copies: training conversations that were removed → the held-out ones that they are near copies of, by id.
+        alike: number of near copies that were left in training, because most of it is such copies.
+        rule: name of the rule.
         given: whether the held-out conversations have files of their own.
         wanted: whether the recipe asks for held-out conversations.
     """
@@ -77,8 +82,11 @@ class Split:
     copies: list[str] = field(default_factory=list)
     large_prompts: int = 0
     shared_prompts: int = 0
+    near_copies: dict[str, str] = field(default_factory=dict)
+    alike: int = 0
     given: bool = False
     wanted: bool = True
+    rule: str = SPLIT_RULE
 
     def lines(self) -> list[str]:
         """In words, one fact a line."""
@@ -88,6 +96,14 @@ class Split:
         if self.copies:
             named = ", ".join(self.copies[:3]) + (", …" if len(self.copies) > 3 else "")
             lines.append(f"{len(self.copies)} samples left training with them, they have no other answer ({named})")
+        if self.near_copies:
+            lines.append(f"{len(self.near_copies)} conversations left training, they are near copies of held-out ones")
+        if self.alike:
+            lines.append(
+                f"WARNING: {self.alike} conversations, most of those that train, are near copies of held-out ones, so "
+                "none of them left. Numbers on held-out conversations say little about other text: set data.held_out "
+                "to other conversations, or data.duplicates=near to remove near copies everywhere"
+            )
         if self.large_prompts:
             lines.append(f"{self.large_prompts} first prompts begin too many conversations to be held out")
         if self.shared_prompts:
@@ -114,8 +130,11 @@ class Split:
         return f"{what}; set data.held_out_fraction={fraction:g} or data.held_out"
 
     def as_dict(self) -> dict[str, Any]:
-        facts = ("prompts", "held_out_prompts", "shared_prompts", "large_prompts", "copied_answers", "copies")
-        return {"rule": SPLIT_RULE, **{name: getattr(self, name) for name in facts}}
+        facts = (
+            "rule", "prompts", "held_out_prompts", "shared_prompts", "large_prompts", "copied_answers", "copies",
+            "near_copies", "alike",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in facts}
 
 
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> Split:
@@ -160,6 +179,18 @@ def given_held_out(train: Sequence[Sample], held_out: Sequence[Sample]) -> Split
     keys = {_key(sample) for sample in train}
     shared = len(held_keys & {_key(sample) for sample in kept})
     return Split(kept, list(held_out), len(keys), len(held_keys), answers, copies, shared_prompts=shared, given=True)
+
+
+def rule_of(duplicates: str | None) -> str:
+    """The rule's name for a value of `data.duplicates`."""
+    if duplicates == "near":
+        return f"{SPLIT_RULE}, without near duplicates"
+    return KEEPING_RULE if duplicates == "keep" else SPLIT_RULE
+
+
+def prompts_of(samples: Sequence[Sample]) -> set[str]:
+    """The different first prompts."""
+    return set(map(_key, samples))
 
 
 def _key(sample: Sample) -> str:

@@ -80,7 +80,7 @@ def eval_sources(data: Any) -> list[EvalSource]:
 
 def _source(item: Any, where: str) -> EvalSource:
     if isinstance(item, dict):
-        known = {f.name for f in fields(SourceConfig)} - {"format", "columns", "on_bad"}
+        known = {f.name for f in fields(SourceConfig)} - {"format", "columns", "on_bad", "cap", "weight"}
         if unknown := sorted(set(item) - known):
             raise ConfigError(f"{where}: unknown key {unknown[0]!r}, expected some of {', '.join(sorted(known))}")
         config = SourceConfig(**{"split": "test", **item})

@@ -208,7 +208,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
         return DataShape.equal(launch.samples, mean, data.pack_tokens, note)
     if data.distill.prompts and not run.distilled_path.is_file():
         try:
-            prompts = sum(prompt.media is None for prompt in read_prompts(data.distill.prompts))
+            prompts = sum(prompt.media is None for prompt in read_prompts(data.distill.prompts, seed=run.recipe.seed))
         except HeadstartError as error:
             raise DataError(
                 f"plan: the prompts cannot be read here ({error}). To plan without them, state the data with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,8 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
     """
     if run.prepared is None:
         recipe, say = run.recipe, run.console.say
-        distilled = [SourceConfig(path=str(run.distilled_path))] if recipe.data.distill.prompts else []
+        weight, config = recipe.data.distill.weight, replace(recipe.data, duplicates=run.inputs.duplicates)
+        distilled = [SourceConfig(path=str(run.distilled_path), weight=weight)] if recipe.data.distill.prompts else []
         if distilled and not run.distilled_path.is_file():
             raise DataError(
                 f"{run.distilled_path}: no such file: the recipe's prompts (data.distill.prompts) were not "
@@ -37,9 +39,12 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
             )
         target = run.either_target
         run.prepared = data = tokenise(
-            recipe.data, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks
+            config, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks
         )
-        for line in [*data.report.lines(), *data.rejects.lines()]:
+        if recipe.data.duplicates is None and config.duplicates == "keep":
+            say("data: this run began with duplicates kept and goes on so; data.duplicates=exact removes them")
+        gathered = [line for each in (data.gathered, data.held_out_gathered) if each for line in each.lines()]
+        for line in [*data.report.lines(), *data.rejects.lines(), *gathered]:
             say(f"data: {line}")
         if recipe.data.supervise == "all":
             say("data: data.supervise=all: every token of these trains, prompts too")
@@ -94,7 +99,10 @@ def save_data_report(run: Run, statistics: dict[str, Any] | None = None) -> None
     report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
     rejected = {"rejected": dict(data.rejects.counts)} if data.rejects.counts else {}
     more = {} if statistics is None else {"statistics": statistics}
-    write_json(run.dir / "data" / "report.json", {**report, "split": data.split.as_dict(), **rejected, **more})
+    gathered = data.gathered.as_dict() if data.gathered else {}
+    held_out = {"held_out_sources": data.held_out_gathered.as_dict()} if data.held_out_gathered else {}
+    whole = {**report, **gathered, **held_out, "split": data.split.as_dict(), **rejected, **more}
+    write_json(run.dir / "data" / "report.json", whole)
     data.rejects.write(run.dir / "data" / "rejects.jsonl")
     records = [
         {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}

@@ -103,7 +103,7 @@ def _through_servers(run: Run) -> tuple[Target, Answerer]:
 def _answer(run: Run, begin: Begin, ranks: Ranks) -> dict[str, Any]:
     data, rejects = run.recipe.data, Rejects()
     target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
-    prompts = read_prompts(data.distill.prompts, rejects=rejects)
+    prompts = read_prompts(data.distill.prompts, rejects=rejects, seed=run.recipe.seed)
     for line in rejects.lines():
         run.console.say(f"distill: {line}")
     done = total = 0

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from headstart import identity
-from headstart.data.config import DistillConfig
-from headstart.data.split import SPLIT_RULE
+from headstart.data.config import DataConfig, DistillConfig
+from headstart.data.split import KEEPING_RULE, rule_of
 from headstart.pipeline.markers import Markers
 from headstart.recipes.load import to_dict
 from headstart.recipes.schema import Recipe
@@ -33,6 +33,8 @@ GUARDING = ("max_perplexity_rise", "guard_prompts", "guard_tokens")
 STORING = ("shard_tokens",)
 #: settings of `data.distill` that say how servers are asked
 ASKING = ("server_timeout", "server_tries", "server_patience")
+#: settings of `data` that runs of an earlier version do not have: equal to their defaults, they are left out
+LATER = ("near_threshold", "most_repeats")
 #: file of a run that holds the answers to the recipe's prompts
 DISTILLED = "data/distilled.jsonl"
 
@@ -56,16 +58,29 @@ class Inputs:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        data = self._recipe.data
+        data, default = self._recipe.data, DataConfig()
+        usual = [name for name in LATER if getattr(data, name) == getattr(default, name)]
         return {
             "target": identity.of_target(self._recipe.target),
             "sources": identity.of_sources(data.sources),
             "held_out": identity.of_sources(data.held_out),
             "distilled": self._distilled() if data.distill.prompts else None,
-            "split": SPLIT_RULE,
-            "settings": identity.without(dataclasses.asdict(data), "distill", "sources", "held_out", *STORING),
+            "distilled_weight": data.distill.weight,
+            "split": rule_of(self.duplicates),
+            "settings": identity.without(
+                dataclasses.asdict(data), "distill", "sources", "held_out", "duplicates", *STORING, *usual
+            ),
             "seed": self._recipe.seed,
         }
+
+    @cached_property
+    def duplicates(self) -> str:
+        """`data.duplicates`. Where it is null, a run of an earlier version goes on to keep them."""
+        if self._recipe.data.duplicates is not None:
+            return self._recipe.data.duplicates
+        begun = [self._markers.read(step).get("inputs", {}).get("data", {}) for step in ("train", "features")]
+        kept = any(isinstance(data, dict) and data.get("split") == KEEPING_RULE for data in begun)
+        return "keep" if kept else "exact"
 
     def _distilled(self) -> dict[str, Any]:
         """What the answers depend on; if the time limit left prompts unanswered, also the answers themselves."""
@@ -98,7 +113,7 @@ class Inputs:
 
 def _distilling(config: DistillConfig) -> dict[str, Any]:
     """The settings that answers depend on. Which servers gave them, and how patiently, does not count."""
-    settings = identity.without(dataclasses.asdict(config), "prompts", "servers", *ASKING)
+    settings = identity.without(dataclasses.asdict(config), "prompts", "weight", "servers", *ASKING)
     if not config.top_logprobs:
         del settings["top_logprobs"]  # runs made before this setting have no value of it
     return {**settings, **({"servers": True} if config.servers else {})}

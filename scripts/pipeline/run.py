@@ -12,6 +12,7 @@ import torch
 
 from headstart.console import Console
 from headstart.data.config import DistillConfig
+from headstart.data.duplicates import require_minhash
 from headstart.data.prepare import PreparedData
 from headstart.data.sources import load_conversations
 from headstart.directory_lock import locked
@@ -185,6 +186,8 @@ class Run:
         if "train" not in self.ahead:
             return
         refuse_ahead(recipe, self.weightless)
+        if self.inputs.duplicates == "near":
+            require_minhash()
         # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
         # step reads the files again. Rows of the Hub take long to read, so they are read here only before answering.
         unanswered = bool(data.distill.prompts) and not self.distilled_path.is_file()

@@ -119,9 +119,8 @@ def test_prepare_from_files(tokenizer, write_jsonl):
     answers = write_jsonl([{"prompt": "Hi", "response": "Be kind", "id": "d"}], "distilled.jsonl")
     node = DataConfig(sources=[SourceConfig(path=str(train))], held_out=[SourceConfig(path=str(held))])
     data = prepare(node, tokenizer, stops(tokenizer), [SourceConfig(path=str(answers))])
-    assert [s.id for s in data.train] == ["train:1", "train:2", "train:3", "d"] and [s.id for s in data.held_out] == [
-        "held:1"
-    ]
+    assert [s.id for s in data.train] == ["train:1", "d"] and [s.id for s in data.held_out] == ["held:1"]
+    assert data.gathered is not None and data.gathered.exact == {"train:2": "train:1", "train:3": "train:1"}
     empty = write_jsonl([{"prompt": "Hi"}], "prompts.jsonl")
     with pytest.raises(
         DataError, match=r"no conversation can be trained on\n.*\ndropped 1: no assistant answer \(prompts:1\)"

@@ -45,7 +45,7 @@ def test_conversations_logged_three_times_have_no_held_out_copy_in_training(tmp_
     said = [(f"Question {n}?", f"The answer to question number {n} is {n * n}.") for n in range(60)]
     logged = [record(f"log{turn}-{n}", *said[n]) for turn in range(3) for n in range(60)]
     random.Random(0).shuffle(logged)
-    data = prepared(tmp_path, logged, held_out_fraction=0.35)
+    data = prepared(tmp_path, logged, held_out_fraction=0.35, duplicates="keep")
     assert len(data.held_out) == 3 * data.split.held_out_prompts and data.split.held_out_prompts >= 15
     assert len(data.train) + len(data.held_out) == 180
     assert texts(data.train).isdisjoint(texts(data.held_out))
@@ -181,13 +181,14 @@ def test_copies_leave_training_and_are_told(tmp_path: Path):
         ],
         held_out=[held],
     )
-    assert ids(data.train) == ["short, another prompt", "short, another answer", "almost"]
-    assert data.split.copies == ["another prompt", "the same"] and data.split.shared_prompts == 2
+    assert ids(data.train) == ["short, another prompt"] and data.split.shared_prompts == 0
+    assert data.split.copies == ["another prompt", "the same"]
+    assert data.split.near_copies == {"short, another answer": "h2", "almost": "h1"}
     assert data.split.copied_answers == 2
     lines = data.split.lines()
     assert lines[0] == "2 answers left training, they repeat held-out text"
     assert lines[1] == "2 samples left training with them, they have no other answer (another prompt, the same)"
-    assert lines[2] == "2 held-out prompts are in training too, with other answers"
+    assert lines[2] == "2 conversations left training, they are near copies of held-out ones"
     assert "add conversations to data.held_out" in lines[3]
 
 

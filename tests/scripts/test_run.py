@@ -127,7 +127,7 @@ def test_changed_inputs_redo_what_depends_on_them_and_keep_the_old_head(
     marker.write_text(json.dumps(found))
     again = headstart("train", recipe, "train.lr=2e-3")
     assert again.code == 0, again.err
-    changed = 'data.split: null → "first prompt, without copied answers"'
+    changed = 'data.split: null → "first prompt, without near copies"'
     assert f"train: done again, its inputs changed ({changed})" in again.err
 
 

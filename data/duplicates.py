@@ -1,0 +1,168 @@
+"""Duplicates: exact ones by content, near ones by MinHash, and near copies of what is held out.
+
+Two conversations are near copies if their likeness (`shingles.py`) reaches a threshold. MinHash only proposes pairs of
+near duplicates; each pair is then compared exactly. Copies of held-out conversations are found without it, all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headstart.data.records import Conversation
+from headstart.data.shingles import likeness
+from headstart.heads.errors import DataError
+
+#: MinHash functions per conversation. The estimate of a likeness of 0.8 then has a standard deviation of 0.036
+FUNCTIONS = 126
+#: a pair with an estimate this far below the threshold is not compared: four standard deviations
+SLACK = 0.15
+#: greatest probability of missing a pair whose likeness is the threshold itself. More alike pairs are missed less
+MISSED = 0.001
+#: hashes of one set that the library takes at once; it holds FUNCTIONS values of each
+PART = 1 << 14
+
+
+def content_key(conversation: Conversation) -> bytes:
+    """Digest of what a conversation says: its messages with white space folded, its tools and template variables.
+
+    A record without messages counts by its token ids.
+    """
+    if conversation.messages:
+        said: Any = [{key: _folded(value) for key, value in m.items()} for m in conversation.messages]
+    else:
+        said = [[turn.prompt_ids, turn.response_ids] for turn in conversation.turns] or conversation.prompt_token_ids
+    content = [said, conversation.tools, conversation.template_kwargs]
+    text = json.dumps(content, ensure_ascii=False, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _folded(value: Any) -> Any:
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+def require_minhash() -> Any:
+    """The library's MinHash. Raises: DataError where it is not installed."""
+    try:
+        from datasketch import MinHash
+    except ImportError as error:
+        raise DataError(
+            f"data.duplicates=near needs the package datasketch ({error}): pip install 'headstart[near]' or "
+            "pip install datasketch; or set data.duplicates=exact"
+        ) from error
+    return MinHash
+
+
+def bands(threshold: float) -> tuple[int, int]:
+    """How many bands, of how many MinHash values each. Bands of more values propose fewer pairs, and miss more."""
+    fits = [r for r in range(1, 16) if (1 - threshold**r) ** (FUNCTIONS // r) <= MISSED]
+    rows = max(fits, default=1)
+    return FUNCTIONS // rows, rows
+
+
+def near_duplicates(sets: Callable[[int], np.ndarray], count: int, threshold: float) -> dict[int, int]:
+    """Which of `count` sets leave so that no two that stay are near copies: number → the one that it is a copy of.
+
+    The first stays. A set leaves only if it is a copy of one that stays, so in a chain of copies every other one may
+    stay.
+    Args: sets: number → its hashes.
+    Raises: DataError without the library.
+    """
+    signature_NP = _signatures(sets, count)
+    number, rows = bands(threshold)
+    groups_NB = np.stack(
+        [_groups(signature_NP[:, rows * band : rows * (band + 1)]) for band in range(number)], axis=1
+    )
+    # what stays, by band and group
+    staying: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(number)]
+    copies: dict[int, int] = {}
+    for one in range(count):
+        mine = [(band, int(group)) for band, group in enumerate(groups_NB[one]) if group >= 0]
+        found = np.unique(np.array([other for band, group in mine for other in staying[band][group]], np.int64))
+        original = _first_like(one, found, signature_NP, sets, threshold) if len(found) else None
+        if original is None:
+            for band, group in mine:
+                staying[band][group].append(one)
+        else:
+            copies[one] = original
+    return copies
+
+
+def _first_like(
+    one: int, others: np.ndarray, signature_NP: np.ndarray, sets: Callable[[int], np.ndarray], threshold: float
+) -> int | None:
+    estimates = (signature_NP[others] == signature_NP[one]).mean(1)
+    mine = sets(one)
+    for other in others[estimates >= threshold - SLACK].tolist():
+        if likeness(mine, sets(other)) >= threshold:
+            return other
+    return None
+
+
+def _signatures(sets: Callable[[int], np.ndarray], count: int) -> np.ndarray:
+    """MinHash values: uint32 [N, P]."""
+    empty = require_minhash()(num_perm=FUNCTIONS, hashfunc=lambda value: value, seed=1)
+    signature_NP = np.empty((count, FUNCTIONS), np.uint32)
+    for number in range(count):
+        made, values = empty.copy(), sets(number).tolist()
+        for start in range(0, len(values), PART):
+            made.update_batch(values[start : start + PART])
+        signature_NP[number] = made.hashvalues
+    return signature_NP
+
+
+def _groups(band_Nr: np.ndarray) -> np.ndarray:
+    """Number of the group of equal rows that each row belongs to, -1 for a row that equals no other: int64 [N]."""
+    rows = np.ascontiguousarray(band_Nr)
+    _, group_N, sizes = np.unique(
+        rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel(),
+        return_inverse=True,
+        return_counts=True,
+    )
+    return np.where(sizes[group_N] > 1, group_N, -1)
+
+
+class Originals:
+    """Finds whether a conversation is a near copy of one of these sets. Exact: it misses none and invents none.
+
+    Of two sets that are near copies, one's rarest hashes hold at least one that is in the other. So only the sets that
+    hold those are compared.
+    """
+
+    def __init__(self, sets: Sequence[np.ndarray], threshold: float):
+        self.sets, self.threshold = sets, threshold
+        self._sizes = np.array([len(each) for each in sets], np.int64)
+        values = np.concatenate([np.empty(0, np.uint32), *sets])
+        order = np.argsort(values, kind="stable")
+        self._owners = np.repeat(np.arange(len(sets)), self._sizes)[order]
+        self._values, starts = np.unique(values[order], return_index=True)
+        self._starts = np.append(starts, len(values))
+
+    def copied_by(self, mine: np.ndarray) -> int | None:
+        """Number of the first set that `mine` (sorted hashes) is a near copy of, or None."""
+        if not len(mine) or not len(self._values):
+            return None
+        at = np.searchsorted(self._values, mine)
+        at = at[self._values[np.minimum(at, len(self._values) - 1)] == mine]
+        needed = max(math.ceil(self.threshold * len(mine) - 1e-6), 1)
+        if len(at) < needed:
+            return None
+        # at most len(mine) - needed hashes of `mine` may be missing in the other, so one more holds a shared one; those
+        # that are in no set are the rarest
+        holders = self._starts[at + 1] - self._starts[at]
+        rarest = at[np.argsort(holders, kind="stable")[: len(at) - needed + 1]]
+        owners = np.unique(
+            np.concatenate([self._owners[self._starts[i] : self._starts[i + 1]] for i in rarest.tolist()])
+        )
+        sizes = self._sizes[owners]
+        fits = (sizes >= needed) & (sizes * self.threshold <= len(mine) + 1e-6)
+        for owner in owners[fits].tolist():
+            if likeness(mine, self.sets[owner]) >= self.threshold:
+                return owner
+        return None

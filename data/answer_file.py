@@ -113,8 +113,8 @@ class AnswerFile:
             with explain_disk(self.out):
                 self.out.parent.mkdir(parents=True, exist_ok=True)
                 self.out.touch()
-            if added:
-                _arrange(self.out, {name: number for number, name in enumerate(order)})
+            # a kill may have come after the last answer, so this is not for new answers alone
+            _arrange(self.out, {name: number for number, name in enumerate(order)})
 
         on_first(self.ranks, merge)
         return added

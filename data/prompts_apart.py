@@ -50,8 +50,6 @@ def answer_behind_prompt(
     prompt = renderer.render(messages[:index], True, tools)[0]
     if begun := BEGUN.search(prompt):
         return _thinking(renderer, messages, index, tools, prompt, begun)
-    if renderer.tagged(tools):
-        return None
     return _before_foot(renderer, messages, index, tools, prompt) or _moved(renderer, messages, index, tools, prompt)
 
 
@@ -78,9 +76,13 @@ def _thinking(
         return None
     if not closed:
         answer = _joined(thoughts, answer, said, begun.group(1), "reasoning_content" in message)
+    return _behind(prompt, answer, text, tags)
+
+
+def _behind(prompt: str, answer: str, text: str, tags: Sequence[tuple[int, int]]) -> Behind:
+    """The prompt and the answer, which `text` ends with; what stands behind its last tag does not train."""
     whole = prompt + answer
-    # behind the prompt, all that the tags enclose is the answer's
-    return len(prompt), whole, len(whole) - (len(text) - tags[-1][1] if tags else 0)
+    return len(prompt), whole, max(len(whole) - (len(text) - tags[-1][1] if tags else 0), len(prompt))
 
 
 def split_thoughts(message: Message) -> tuple[str, str]:
@@ -112,7 +114,10 @@ def _before_foot(
     renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]], prompt: str
 ) -> Behind | None:
     """The answer without the words that the template writes behind the last message, answered or not."""
-    before, text = (renderer.render(messages[:count], tools=tools)[0] for count in (index, index + 1))
+    before, (text, tags) = (
+        renderer.render(messages[:index], tools=tools)[0],
+        renderer.render(messages[: index + 1], tools=tools),
+    )
     words = prompt[len(before) :]
     header = text.rfind(words, 0, len(os.path.commonprefix([prompt, text])) + len(words))
     if not words or header < 0 or not prompt.startswith(before):
@@ -120,8 +125,8 @@ def _before_foot(
     foot = before[header:]
     if not foot or not before.startswith(text[:header]) or not text.endswith(foot):
         return None
-    answer = text[header + len(words) : len(text) - len(foot)]
-    return len(prompt), prompt + answer, len(prompt + answer)
+    text = text.removesuffix(foot)
+    return _behind(prompt, text[header + len(words) :], text, tags)
 
 
 def _moved(
@@ -132,7 +137,10 @@ def _moved(
     None unless the real text ends with this answer and the generation prompt is the plain question's.
     """
     try:
-        alone, asked = renderer.render([PROBE[0], messages[index]], tools=tools)[0], renderer.prompt(PROBE[:1], tools)
+        (alone, tags), asked = (
+            renderer.render([PROBE[0], messages[index]], tools=tools),
+            renderer.prompt(PROBE[:1], tools),
+        )
         text = renderer.render(messages[: index + 1], tools=tools)[0]
         words = renderer.prompt(messages[:index], tools)[1]
     except RefusedError:
@@ -140,4 +148,4 @@ def _moved(
     answer = alone[len(asked[0]) :]
     if not alone.startswith(asked[0]) or not text.endswith(answer) or words != asked[1]:
         return None
-    return len(prompt), prompt + answer, len(prompt + answer)
+    return _behind(prompt, answer, alone, tags)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from templates.checking import complaints_of, encode
-from templates.expected import EXPECTED
-from templates.families import FAMILIES, KINDS
+from templates.checking import (
+    by_serving,
+    by_text,
+    complaints_of,
+    encode,
+    encode_messages,
+    families_ok,
+    finished,
+    last_alone,
+    marked,
+    mutations,
+    tools_of,
+)
+from templates.expected import BEGUN, EXPECTED
+from templates.families import CONVERSATIONS, FAMILIES, KINDS, asked, said, tokenizer
 
 from headstart.data.rendering import RefusedError
+from headstart.data.samples import Sample, supervise_everything
 
 RIGHT = [(family, name) for family, found in EXPECTED.items() for name in found if isinstance(found[name], list)]
 REFUSED = [(family, name) for family, found in EXPECTED.items() for name in found if isinstance(found[name], str)]
@@ -29,3 +43,92 @@ def test_what_a_template_cannot_show_is_refused_with_a_plain_reason(family, conv
     with pytest.raises(RefusedError) as refused:
         encode(family, conversation, "bytes")
     assert refused.value.reason == EXPECTED[family][conversation]
+
+
+@pytest.mark.parametrize(("family", "conversation"), RIGHT)
+def test_generation_tags_say_the_same(family, conversation):
+    if "{#-gen#}" not in (FAMILIES[family].template(tagged=False) if FAMILIES[family].tool_file is None else ""):
+        pytest.skip("a template whose histories have no thoughts, or with words behind the last message")
+    samples = encode(family, conversation, "bytes", tagged=True)
+    assert complaints_of(family, conversation, "bytes", samples, tagged=True) == []
+
+
+@pytest.mark.parametrize(("family", "conversation"), RIGHT)
+def test_an_answer_cut_by_its_length_has_no_end(family, conversation):
+    samples, tokens = encode(family, conversation, "bytes", finish_reason="length"), tokenizer(family, "bytes")
+    assert by_text(tokens, samples, finished(EXPECTED[family][conversation]), "bytes") == []
+    messages, tools = CONVERSATIONS[conversation], tools_of(family, conversation)
+    assert by_serving(family, tokens, samples, messages, tools, finished=False) == []
+
+
+@pytest.mark.parametrize(("family", "conversation"), RIGHT)
+def test_the_last_turn_alone(family, conversation):
+    samples = encode(family, conversation, "bytes", turns="last")
+    expected = last_alone(EXPECTED[family][conversation])
+    assert by_text(tokenizer(family, "bytes"), samples, expected, "bytes") == []
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_everything_trains_where_prompts_train_too(family):
+    for ids, turns in encode(family, "chat" if isinstance(EXPECTED[family]["chat"], list) else "thoughts", "bytes"):
+        sample = Sample("a", np.array(ids, np.int32), np.array(turns, np.int32))
+        everything = supervise_everything(sample)
+        assert everything.supervised == len(ids) and everything.answer_ids.tolist() == turns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "conversation"), RIGHT)
+def test_every_wrong_mask_is_noticed(family, conversation, kind):
+    samples = encode(family, conversation, kind)
+    stops = set(tokenizer(family, kind).convert_tokens_to_ids(list(FAMILIES[family].stops)))
+    tokens, expected = tokenizer(family, kind), EXPECTED[family][conversation]
+    for name, wrong in mutations(samples, stops).items():
+        assert by_text(tokens, wrong, expected, kind), f"{name}: the text by hand does not notice"
+        noticed = by_serving(family, tokens, wrong, CONVERSATIONS[conversation], tools_of(family, conversation))
+        assert noticed or (family == "command r" and name == "without the end token"), (
+            f"{name}: serving does not notice"
+        )
+
+
+def test_families_are_counted():
+    ok = families_ok()
+    assert set(ok) == set(FAMILIES) and all(ok.values())
+
+
+#: an answer's first letters may share a token with the end of its prompt, its last with the template's next words
+AWKWARD = ("\nHello", "\n\nHello there.", " Hi", "Hello\n\n", "\t \n Hi  ", "Bye bye", "[/INST] Hi", "\n")
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "gpt2"))
+@pytest.mark.parametrize("family", EXPECTED)
+def test_whatever_an_answer_begins_with_it_stands_behind_the_served_prompt(family, kind):
+    thoughts = {"reasoning_content": "Greet."} if EXPECTED[family]["chat"] == BEGUN else {}
+    messages = []
+    for number, content in enumerate(AWKWARD):
+        messages += [asked("Hi" if number % 2 else " Bye\n"), said(content) | thoughts]
+    tokens, refused = tokenizer(family, kind), 0
+    for begin in range(0, len(messages), 2):
+        for count in (2, 4, 8):
+            part = messages[begin : begin + count]
+            try:
+                samples = encode_messages(family, kind, part)
+            except RefusedError as error:
+                # a ▁ in front of the answer alone would be another text
+                assert kind in ("sentencepiece", "metaspace") and "the tokenizer cannot encode the sides apart" in str(
+                    error
+                )
+                refused += 1
+                continue
+            assert by_serving(family, tokens, samples, part) == []
+            for text in (marked(tokens, sample, kind) for sample in samples):
+                for own in text.split("⟦")[1:]:
+                    assert any(content.strip() in own for content in AWKWARD)
+    assert refused < 6
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_long_conversations_are_cut_as_the_definition_says(family):
+    thoughts = {"reasoning_content": "Greet."} if EXPECTED[family]["chat"] == BEGUN else {}
+    messages = [m for n in range(12) for m in (asked(f"Hi {n}"), said(f"Hello {n}.") | thoughts)]
+    samples = encode_messages(family, "bytes", messages)
+    assert by_serving(family, tokenizer(family, "bytes"), samples, messages) == []

@@ -119,13 +119,20 @@ def complaints_of(
 
 
 def encode(family: str, conversation: str, kind: str, tagged: bool = False, **how: Any) -> list[Sample]:
+    """The samples that the code under test makes of a conversation."""
+    how["tools"] = tools_of(family, conversation)
+    return encode_messages(family, kind, CONVERSATIONS[conversation], tagged, **how)
+
+
+def encode_messages(
+    family: str, kind: str, messages: Sequence[dict[str, Any]], tagged: bool = False, **how: Any
+) -> list[Sample]:
     """The samples that the code under test makes."""
     from headstart.data.chat import ChatFormat
 
     known, tokens = FAMILIES[family], tokenizer(family, kind, tagged)
     chat = ChatFormat(tokens, tokens.convert_tokens_to_ids(list(known.stops)), known.variables)
-    made = chat.encode(CONVERSATIONS[conversation], tools=tools_of(family, conversation), **how)
-    return [(each.token_ids, each.turn_ids) for each in made]
+    return [(each.token_ids, each.turn_ids) for each in chat.encode(messages, **how)]
 
 
 def families_ok() -> dict[str, bool]:
@@ -144,3 +151,84 @@ def families_ok() -> dict[str, bool]:
         family: all(right(family, conversation, kind) for conversation in found for kind in KINDS)
         for family, found in EXPECTED.items()
     }
+
+
+def finished(samples: Sequence[str]) -> list[str]:
+    """The expected samples of a conversation whose last answer was cut by its length: it has no end token.
+
+    The end token is the last special token that the answer holds; GLM's is the next message's.
+    """
+    *before, last = samples
+    start, own = last.rsplit("⟦", 1)
+    own = own[: own.index("⟧")]
+    ends = [end for known in FAMILIES.values() for end in known.stops if own.endswith(end)]
+    return [*before, start + "⟦" + own[: len(own) - max(map(len, ends), default=0)] + "⟧"]
+
+
+def last_alone(samples: Sequence[str]) -> list[str]:
+    """The expected samples where only the last answer is supervised."""
+    start, own = samples[-1].rsplit("⟦", 1)
+    return [start.replace("⟦", "").replace("⟧", "") + "⟦" + own]
+
+
+def mutations(samples: Sequence[Sample], stops: set[int]) -> dict[str, list[Sample]]:
+    """Wrong masks: name → the samples with one fault in the last turn of the first sample."""
+
+    def changed(change: Any) -> list[Sample]:
+        ids, turns = samples[0]
+        at = [place for place, turn in enumerate(turns) if turn == max(turns)]
+        made_ids, made = change(list(ids), list(turns), at[0], at[-1])
+        return [(made_ids, made), *samples[1:]]
+
+    def put(places: range, turn: Any) -> Any:
+        def change(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
+            for place in places:
+                where = (first if place < 0 else last) + place
+                turns[where] = turns[first] if turn is None else turn
+            return ids, turns
+
+        return change
+
+    def shift(by: int) -> Any:
+        def change(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
+            if by > 0 and last + 1 == len(ids):  # there must be a token to move to
+                ids, turns = [*ids, ids[-1]], [*turns, -1]
+            moved = [turns[first]] * (last - first + 1)
+            turns[first : last + 1] = [-1] * len(moved)
+            turns[first + by : last + 1 + by] = moved
+            return ids, turns
+
+        return change
+
+    def results(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
+        number = turns[first]
+        return ids, [turn if turn >= 0 or place < first - 40 else number for place, turn in enumerate(turns)]
+
+    def all_but_one(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
+        turns[(first + last) // 2] = -1
+        return ids, turns
+
+    def one_turn(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
+        begin = turns.index(min(turn for turn in turns if turn >= 0))
+        return ids, [0 if begin <= place <= last else turn for place, turn in enumerate(turns)]
+
+    def other_token(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
+        ids[first - 1 : first] = []  # the prompt lacks a token
+        del turns[first - 1]
+        return ids, turns
+
+    made = {
+        "one token later": changed(shift(1)),
+        "one token earlier": changed(shift(-1)),
+        "without the end token": changed(put(range(0, 1), -1)),
+        "with the header": changed(put(range(-2, 0), None)),
+        "with what stands between": changed(results),
+        "a token within left out": changed(all_but_one),
+        "a prompt without its last token": changed(other_token),
+        "without a turn": changed(
+            lambda ids, turns, first, last: (ids, [-1 if t == turns[first] else t for t in turns])
+        ),
+    }
+    if max(samples[0][1]) > 0:
+        made["two turns as one"] = changed(one_turn)
+    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.data.rendering import RefusedError
@@ -15,6 +15,9 @@ from headstart.data.rendering import RefusedError
 WORDS_BEFORE = 4
 #: of strings of a few words, those up to this many characters are kept with their tokens, and this many of them
 LONGEST_WORDS, MOST_WORDS = 256, 1024
+#: what is put in front of a piece of text and taken away again. SentencePiece tokenizers put a space in front of a
+#: text, so that the piece alone would become another text
+ANCHORS = ("", ".", "0", "a")
 #: characters that are tokenised together
 BATCH = 1 << 20
 #: arguments of a tokenizer that gives ids alone; what else is needed is asked of its encodings
@@ -47,6 +50,7 @@ class Tokens:
         starts: the first token of every answer.
         origins: for every answer, the character and the token at which its piece of the text begins. A piece is
             tokenised on its own.
+        anchor: what stood in front of the pieces when they were tokenised, the first apart.
     """
 
     ids: list[int]
@@ -54,6 +58,7 @@ class Tokens:
     words: list[int | None]
     starts: list[int] = field(default_factory=list)
     origins: list[tuple[int, int]] = field(default_factory=list)
+    anchor: str = ""
 
     def after(self, character: int, first: int) -> int:
         """Index of the first token from `first` on that begins at `character` or later."""
@@ -118,21 +123,32 @@ class Cutter:
 
         Raises: RefusedError where the sides together are another text.
         """
-        ids: list[int] = []
+        expected = self._decode(whole.ids)
+        for anchor in ANCHORS:
+            made = self._apart(text, starts, anchor)
+            if made is not None and self._decode(made.ids) == expected:
+                return made
+        raise RefusedError(
+            "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
+        )
+
+    def _apart(self, text: str, starts: Sequence[int], anchor: str) -> Tokens | None:
+        """The tokens of both sides, each behind `anchor`; None where the anchor's own tokens change."""
+        made, before = Tokens([], [], [], anchor=anchor), self._words(anchor) if anchor else []
         offsets: list[tuple[int, int]] = []
-        words: list[int | None] = []
-        firsts: list[int] = []
         for begin, stop in zip([0, *starts], [*starts, len(text)], strict=True):
-            (piece,) = self.tokens([text[begin:stop]])
-            ids.extend(piece.ids)
-            offsets.extend((a + begin, b + begin) for a, b in piece.offsets)
-            words.extend(piece.words)
-            firsts.append(len(ids))
-        if self._decode(ids) != self._decode(whole.ids):
-            raise RefusedError(
-                "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
-            )
-        return Tokens(ids, offsets, words, firsts[:-1], list(zip(starts, firsts[:-1], strict=True)))
+            front, skipped = (anchor, before) if begin else ("", [])
+            (piece,) = self.tokens([front + text[begin:stop]])
+            if piece.ids[: len(skipped)] != skipped:
+                return None
+            made.ids.extend(piece.ids[len(skipped) :])
+            shift = begin - len(front)
+            offsets.extend((max(a + shift, begin), b + shift) for a, b in list(piece.offsets)[len(skipped) :])
+            made.words.extend(piece.words[len(skipped) :])
+            made.starts.append(len(made.ids))
+        made.starts.pop()
+        made.origins.extend(zip(starts, made.starts, strict=True))
+        return replace(made, offsets=offsets)
 
     def shared(self, text: str, tokens: Tokens, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
         """How many first tokens `text[:position]` has in common with `text`, and whether these are all that it has.
@@ -144,11 +160,13 @@ class Cutter:
         Args: origin: the character, and its token, at which this piece of the text begins.
         """
         begun, first = origin
+        # a piece that was tokenised behind an anchor is tokenised so again
+        anchor, skipped = (tokens.anchor, len(self._words(tokens.anchor))) if begun and tokens.anchor else ("", 0)
         token = tokens.word_before(position, first)
         # the offsets of some tokenizers leave out the space before a word, so begin where the token before ends
-        tries = [(tokens.offsets[token - 1][1], token)] if token > first else []
-        for begin, token in [*tries, (begun, first)]:
-            mine = self._words(text[begin:position])
+        tries = [(tokens.offsets[token - 1][1], token, "", 0)] if token > first else []
+        for begin, token, front, dropped in [*tries, (begun, first, anchor, skipped)]:
+            mine = self._words(front + text[begin:position])[dropped:]
             there = tokens.ids[token : token + len(mine)]
             alike = len(mine) if mine == there else len(os.path.commonprefix([mine, there]))
             if alike:

@@ -123,7 +123,7 @@ def test_whatever_an_answer_begins_with_it_stands_behind_the_served_prompt(famil
             for text in (marked(tokens, sample, kind) for sample in samples):
                 for own in text.split("⟦")[1:]:
                     assert any(content.strip() in own for content in AWKWARD)
-    assert refused < 6
+    assert refused == 0
 
 
 @pytest.mark.parametrize("family", EXPECTED)

@@ -76,8 +76,9 @@ def _encode(chat: ChatFormat, group: list[tuple], messages, finish_reason: str, 
             ids, turn_ids = [*ids, ending], [*turn_ids, -1]
             past = stop_at = len(ids)
         else:
-            origin, token = origins[number]
-            kept = _ids(chat, text[origin : text.index(content, start, end) + len(content)])
+            origin, token, front = origins[number]
+            kept = _ids(chat, front + text[origin : text.index(content, start, end) + len(content)])
+            kept = kept[len(_ids(chat, front)) :]
             past = token + len(os.path.commonprefix([kept, ids[token:]]))
         turn_ids[first:past] = [number] * (past - first)
         if final and finish_reason == "length":
@@ -101,15 +102,21 @@ def _split(chat: ChatFormat, text: str, cuts: list[int]):
     ids, offsets = _ids(chat, text), _offsets(chat, text)
     heads = [_ids(chat, text[:cut]) for cut in cuts]
     if all(ids[: len(head)] == head for head in heads):
-        return ids, offsets, [len(head) for head in heads], [(0, 0)] * len(cuts)
-    pieces, spans, starts = [], [], []
-    for begin, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        pieces += _ids(chat, text[begin:stop])
-        spans += [(a + begin, b + begin) for a, b in _offsets(chat, text[begin:stop])]
-        starts.append(len(pieces))
-    if _decode(chat, pieces) != _decode(chat, ids):
-        raise RefusedError("cannot be encoded apart")
-    return pieces, spans, starts[:-1], list(zip(cuts, starts[:-1], strict=True))
+        return ids, offsets, [len(head) for head in heads], [(0, 0, "")] * len(cuts)
+    for front in ("", ".", "0", "a"):  # stands before a piece, so that no ▁ is put there
+        pieces, spans, starts, kept = [], [], [], True
+        for begin, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            before = front if begin else ""
+            drop = _ids(chat, before)
+            made = _ids(chat, before + text[begin:stop])
+            kept = kept and made[: len(drop)] == drop
+            pieces += made[len(drop) :]
+            found = _offsets(chat, before + text[begin:stop])[len(drop) :]
+            spans += [(max(a - len(before), 0) + begin, b - len(before) + begin) for a, b in found]
+            starts.append(len(pieces))
+        if kept and _decode(chat, pieces) == _decode(chat, ids):
+            return pieces, spans, starts[:-1], [(cut, start, front) for cut, start in zip(cuts, starts, strict=False)]
+    raise RefusedError("cannot be encoded apart")
 
 
 def _ids(chat: ChatFormat, text: str) -> list[int]:

@@ -87,25 +87,25 @@ def by_serving(
     Args: finished: the last answer has its end.
     """  # fmt: skip
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = {index: served(family, tokens, messages[:index], tools) for index in answers}
     stops = set(tokens.convert_tokens_to_ids(list(FAMILIES[family].stops)))
-    complaints, number = [], 0
+    complaints = []
     for ids, turns in samples:
         for turn in sorted({turn for turn in turns if turn >= 0}):
-            if number == len(answers):
-                return [*complaints, "more turns than answers"]
             at = [place for place, each in enumerate(turns) if each == turn]
-            prompt = served(family, tokens, messages[: answers[number]], tools)
-            if ids[: at[0]] != prompt:
-                complaints.append(f"answer {number}: the tokens before it are not the prompt's")
+            index = next((index for index, prompt in prompts.items() if prompt == ids[: at[0]]), None)
+            if index is None:
+                complaints.append(f"the tokens before turn {turn} are no prompt that is still to be answered")
+                continue
+            del prompts[index]
             if at != list(range(at[0], at[-1] + 1)):
-                complaints.append(f"answer {number}: its tokens do not stand together")
+                complaints.append(f"answer {index}: its tokens do not stand together")
             ends = [ids[place] in stops for place in at]
-            number += 1
             if any(ends[:-1]):
-                complaints.append(f"answer {number - 1}: a stop token within it")
-            if ends[-1] != (finished or number < len(answers)) and family != "command r":
-                complaints.append(f"answer {number - 1}: its last token {'is' if ends[-1] else 'is not'} a stop token")
-    return complaints + ([f"{number} turns, expected {len(answers)}"] if number != len(answers) else [])
+                complaints.append(f"answer {index}: a stop token within it")
+            if ends[-1] != (finished or index != answers[-1]) and family != "command r":
+                complaints.append(f"answer {index}: its last token {'is' if ends[-1] else 'is not'} a stop token")
+    return complaints + [f"answer {index} does not train" for index in prompts]
 
 
 def complaints_of(

@@ -136,7 +136,7 @@ def page(value: dict[str, Any]) -> RenderableType:
         asked = f" and {_percent(kept['choices'])} of the target's choices" if kept["choices"] is not None else ""
         said = f"{kept['size']:,} of {kept['of']:,} tokens {held}{asked} ({kept['origin']})"
         rows.append(("draft vocabulary", said))
-    rows.append(("scripts", _scripts(stats["scripts"])))
+    rows.append(("languages", _scripts(stats["scripts"])))
     if (own := stats["own_choice"]) is not None:
         rows.append(("own choice", own["summary"]))
     if "training" in stats:
@@ -156,6 +156,8 @@ def _conversations(train: dict[str, Any], split: dict[str, Any], value: dict[str
         said += f"; {sum(dropped.values()):,} dropped: {reasons}"
     if train["truncated"]:
         said += f"; {len(train['truncated']):,} cut at data.max_length"
+    if open_ended := value["counts"]["open_ended"]:
+        said += f"; {open_ended:,} end without an end of turn"
     if split["copied_answers"]:
         said += f"; {split['copied_answers']:,} answers repeat held-out text and do not train"
     return said
@@ -188,12 +190,12 @@ def _scripts(found: dict[str, Any]) -> str:
     said = ", ".join(f"{name} {_percent(share)}" for name, share in common.items())
     rest = 1 - sum(common.values())
     others = f", others {_percent(rest)}" if len(common) < len(found["shares"]) and rest > 0 else ""
-    return f"{said}{others} of the letters in the answers of {found['samples']:,} samples"
+    return f"{said}{others} of the letters in the answers of {found['samples']:,} samples, by script"
 
 
 def _duplicates(found: dict[str, Any]) -> str:
     exact = found["exact"]
-    return f"{exact:,} exact copies of other samples" if exact else "no exact copies"
+    return f"{exact:,} of the samples are exact copies of others" if exact else "no exact copies"
 
 
 def _percent(share: float) -> str:

@@ -135,14 +135,24 @@ def find_samples(data: PreparedData, name: str) -> list[Sample]:
     samples = [*data.train, *data.held_out]
     found = [sample for sample in samples if name in (sample.id, sample.meta.get("conversation"))]
     if found:
-        return found
-    dropped = {"repeats held-out text and has no other answer": data.split.copies}
-    for report in (data.report, data.held_out_report):
-        dropped |= {} if report is None else report.dropped
-    for reason, names in dropped.items():
-        if name in names:
-            raise DataError(f"--id: {name} was dropped: {reason}")
+        # what a weight repeats has the same tokens
+        return list({id(sample.token_ids): sample for sample in reversed(found)}.values())[::-1]
+    if (reason := _why_dropped(data, name)) is not None:
+        raise DataError(f"--id: {name} was dropped: {reason}")
     known = dict.fromkeys(str(sample.meta.get("conversation", sample.id)) for sample in samples)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     some = f"the nearest are {', '.join(near)}" if near else f"the first are {', '.join(list(known)[:3])}"
     raise ConfigError(f"--id: found {name!r}, expected the id of one of {len(known)} conversations; {some}")
+
+
+def _why_dropped(data: PreparedData, name: str) -> str | None:
+    for gathered in (data.gathered, data.held_out_gathered):
+        for kind, copies in (("an exact", gathered.exact), ("a near", gathered.near)) if gathered else ():
+            if name in copies:
+                return f"it is {kind} duplicate of {copies[name]}"
+    if name in data.split.near_copies:
+        return f"it is a near copy of {data.split.near_copies[name]}, which is held out"
+    dropped = {"repeats held-out text and has no other answer": data.split.copies}
+    for report in (data.report, data.held_out_report):
+        dropped |= {} if report is None else report.dropped
+    return next((reason for reason, names in dropped.items() if name in names), None)

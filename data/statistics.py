@@ -69,8 +69,12 @@ def label_tokens(samples: Sequence[Sample], draftable_V: Tensor | None = None) -
 
 
 def exact_copies(samples: Sequence[Sample]) -> int:
-    """How many samples are the same, token by token, as one before them."""
-    return len(samples) - len({sample.digest() for sample in samples})
+    """How many samples are the same, token by token, as one of another conversation before them.
+
+    What a weight repeats is of one conversation, and does not count.
+    """
+    found = {(sample.digest(), str(sample.meta.get("conversation", sample.id))) for sample in samples}
+    return len(found) - len({digest for digest, _ in found})
 
 
 def scripts(samples: Sequence[Sample], tokenizer: Any, seed: int, limit: int = SCRIPT_TOKENS) -> dict[str, Any]:

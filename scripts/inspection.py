@@ -17,7 +17,7 @@ from headstart.data.samples import Sample, check_vocabulary
 from headstart.heads.errors import DataError
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.vocab import membership
-from headstart.pipeline.data import counts_of, prepare, statistics_of, trained_samples
+from headstart.pipeline.data import counts_of, prepare, report_of, statistics_of, trained_samples
 from headstart.pipeline.draft_vocab import KnownVocabulary, vocabulary_ahead
 from headstart.pipeline.placeholder import settled_config
 from headstart.pipeline.run import Run, dated_target
@@ -83,15 +83,10 @@ def inspect(run: Run, wanted: Wanted) -> tuple[dict[str, Any], list[Shown]]:
     shown = _shown(run, _chosen(run, wanted, seed), known)
     if wanted.random and shown:
         run.console.say(f"{len(shown)} random samples of {len(trained)}, chosen by seed {seed}")
-    held_report = data.held_out_report
     value: dict[str, Any] = {
         "counts": counts_of(run, trained),
         "held_out_samples": len(data.held_out),
-        "report": {
-            "train": data.report.as_dict(),
-            "held_out": held_report.as_dict() if held_report else None,
-            "split": data.split.as_dict(),
-        },
+        "report": report_of(data),
         "supervise": settings.data.supervise,
         "depth": settings.head.depth,
         "draft_vocabulary": None if known is None else {"size": len(known.ids_U), "origin": known.origin},
@@ -150,11 +145,16 @@ def _shown(run: Run, chosen: list[Sample], known: KnownVocabulary | None) -> lis
     data, target, depth = prepare(run), run.target, run.recipe.head.depth
     inside_V = _draftable(run, known)
     held = {sample.id for sample in data.held_out}
-    cut = {*data.report.truncated, *(data.held_out_report.truncated if data.held_out_report else ())}
+    names = {*data.report.truncated, *(data.held_out_report.truncated if data.held_out_report else ())}
+    # what a weight repeats has another id and the same tokens
+    cut = {id(sample.token_ids) for sample in (*data.train, *data.held_out) if sample.id in names}
     return [
-        Shown(sample, shown_tokens(sample, target.tokenizer, depth, inside_V), sample.id in held, sample.id in cut)
+        Shown(
+            sample, shown_tokens(sample, target.tokenizer, depth, inside_V), sample.id in held,
+            id(sample.token_ids) in cut,
+        )
         for sample in chosen
-    ]
+    ]  # fmt: skip
 
 
 def _draftable(run: Run, known: KnownVocabulary | None) -> Tensor | None:

@@ -194,8 +194,14 @@ def _scripts(found: dict[str, Any]) -> str:
 
 
 def _duplicates(found: dict[str, Any]) -> str:
-    exact = found["exact"]
-    return f"{exact:,} of the samples are exact copies of others" if exact else "no exact copies"
+    kinds = (
+        ("exact", "exact duplicates left out"),
+        ("near", "near duplicates left out"),
+        ("held_out", "near copies of held-out conversations left out"),
+        ("left", "samples that are exact copies of others train"),
+    )
+    said = ", ".join(f"{found[kind]:,} {words}" for kind, words in kinds if found[kind])
+    return f"{said or 'none'} (data.duplicates={found['mode']})"
 
 
 def _percent(share: float) -> str:

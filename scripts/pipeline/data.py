@@ -84,25 +84,36 @@ def statistics_of(run: Run, draft_ids_U: Tensor | None, own: OwnChoice | None = 
         **counts_of(run, trained),
         "drafted_tokens": drafted,
         "depth": run.recipe.head.depth,
-        "duplicates": {"exact": exact_copies(trained)},
+        "duplicates": {**_copies_that_left(prepare(run)), "left": exact_copies(trained)},
         "scripts": scripts(trained, target.tokenizer, run.recipe.seed),
         "draft_vocabulary": vocabulary,
         "own_choice": None if own is None else own.as_dict(),
     }
 
 
+def _copies_that_left(data: PreparedData) -> dict[str, Any]:
+    """How many conversations are not used because they are copies, by kind; `mode`: data.duplicates."""
+    found = data.gathered.as_dict()["duplicates"] if data.gathered else {"mode": "keep", "exact": {}, "near": {}}
+    counts = {"exact": len(found["exact"]), "near": len(found["near"]), "held_out": len(data.split.near_copies)}
+    return {"mode": found["mode"], **counts}
+
+
+def report_of(data: PreparedData) -> dict[str, Any]:
+    """What became of the data, as data/report.json has it: train, held_out, duplicates, sources, split, rejected."""
+    held = data.held_out_report
+    gathered = data.gathered.as_dict() if data.gathered else {}
+    held_out = {"held_out_sources": data.held_out_gathered.as_dict()} if data.held_out_gathered else {}
+    rejected = {"rejected": dict(data.rejects.counts)} if data.rejects.counts else {}
+    both = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
+    return {**both, **gathered, **held_out, "split": data.split.as_dict(), **rejected}
+
+
 def save_data_report(run: Run, statistics: dict[str, Any] | None = None) -> None:
     """Write data/report.json, data/held_out.jsonl with the prompts that an evaluation decodes, and data/rejects.jsonl
     with the rows that were left out, if any. Args: statistics: of `statistics_of`."""
     data = prepare(run)
-    held = data.held_out_report
-    report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
-    rejected = {"rejected": dict(data.rejects.counts)} if data.rejects.counts else {}
     more = {} if statistics is None else {"statistics": statistics}
-    gathered = data.gathered.as_dict() if data.gathered else {}
-    held_out = {"held_out_sources": data.held_out_gathered.as_dict()} if data.held_out_gathered else {}
-    whole = {**report, **gathered, **held_out, "split": data.split.as_dict(), **rejected, **more}
-    write_json(run.dir / "data" / "report.json", whole)
+    write_json(run.dir / "data" / "report.json", {**report_of(data), **more})
     data.rejects.write(run.dir / "data" / "rejects.jsonl")
     records = [
         {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -52,9 +54,13 @@ def test_tokens_that_are_drafted_somewhere():
 
 
 def test_exact_copies():
-    one, other = sample([-1, 0, 0]), sample([-1, 0, 0], [5, 6, 7])
-    assert exact_copies([one, other, one, one]) == 2
-    assert exact_copies([one, sample([-1, -1, 0])]) == exact_copies([]) == 0  # other turns train otherwise
+    def of(name: str, turns: list[int], tokens: list[int] | None = None) -> Sample:
+        return replace(sample(turns, tokens), meta={"conversation": name})
+
+    one, other = of("a", [-1, 0, 0]), of("b", [-1, 0, 0], [5, 6, 7])
+    assert exact_copies([one, other, of("c", [-1, 0, 0]), of("d", [-1, 0, 0])]) == 2
+    assert exact_copies([one, of("c", [-1, -1, 0])]) == exact_copies([]) == 0  # other turns train otherwise
+    assert exact_copies([one, one, replace(one, id="s#3")]) == 0  # repeated by a weight
 
 
 def test_scripts_of_answers():

@@ -70,7 +70,8 @@ SAMPLE = {
     "pieces": [{"text": str, "supervised": bool}], "tokens": [TOKEN],
 }  # fmt: skip
 STATISTICS = {
-    **COUNTS, "drafted_tokens": int, "depth": int, "duplicates": dict,
+    **COUNTS, "drafted_tokens": int, "depth": int,
+    "duplicates": {"mode": str, "exact": int, "near": int, "held_out": int, "left": int},
     "scripts": {"samples": int, "letters": int, "shares": dict},
     "draft_vocabulary": {"size": int, "of": int, "coverage": float, "choices": float, "origin": str},
     "own_choice": {"own": int, "tokens": int, "share": float, "foreign": bool, "summary": str},
@@ -218,7 +219,9 @@ def test_statistics_are_stored_by_training(headstart: Callable, recipe: Path) ->
     labels = [[t for t in sample["tokens"] if t["supervised"]][1:] for sample in shown]
     drafted = [token for answer in labels for token in answer if token["id"] in ids]
     assert stored["drafted_tokens"] == len(drafted) == sum(t["drafted"] > 0 for s in shown for t in s["tokens"])
-    assert stored["scripts"]["shares"] == {"Latin": 1.0} and stored["duplicates"]["exact"] == 0
+    assert stored["scripts"]["shares"] == {"Latin": 1.0} and stored["duplicates"] == {
+        "mode": "exact", "exact": 0, "near": 0, "held_out": 0, "left": 0,
+    }  # fmt: skip
     vocabulary = stored["draft_vocabulary"]
     assert (vocabulary["size"], vocabulary["of"]) == (64, 259)
     assert vocabulary["coverage"] == len(drafted) / sum(map(len, labels)) < 1
@@ -233,7 +236,7 @@ def test_a_page_of_numbers(headstart: Callable, recipe: Path) -> None:
     lines = [line.strip() for line in shown.out.splitlines() if not line.startswith(" ")]
     rows = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines)
     assert rows["conversations"] == "24 read; 24 samples train, 0 held out"
-    assert rows["duplicates"] == "no exact copies"
+    assert rows["duplicates"] == "none (data.duplicates=exact)"
     assert rows["tokens an answer"] == "min 7, p5 7, median 9, p95 9, max 9"
     assert rows["supervised"].endswith(" of 810 tokens; 24 answers")
     assert rows["languages"].startswith("Latin 100 % of the letters")
@@ -247,6 +250,31 @@ def test_a_run_that_the_plan_refuses_still_has_its_numbers(headstart: Callable, 
     training = headstart("inspect", recipe, *long, "--json").json["statistics"]["training"]
     assert "data.max_length: found 5000, the target has 2048 positions" in training["refused"]
     assert "refused: data.max_length: found 5000" in headstart("inspect", recipe, *long).out
+
+
+def test_copies_and_repeats(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    """Duplicates leave and are named; what a weight repeats is no copy, and is shown once."""
+    def row(name: str, number: int) -> str:
+        said = [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number} it is"}]
+        return json.dumps({"id": name, "messages": said}) + "\n"
+
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    few.write_text(row("again", 1) + row("twin", 1))
+    many.write_text("".join(row(f"m{n}", 100 + n) for n in range(8)))
+    sources = f"data.sources=[{{path: {few}, weight: 3}}, {{path: {many}, weight: 8}}]"
+    settings = (*ONLY_FILES, sources, "data.most_repeats=4", "data.max_length=32")
+    found = headstart("inspect", recipe, *settings, "--json", "--stats", "-n", "20").json
+    ids = [sample["id"] for sample in found["samples"]]
+    assert [name for name in ids if name.startswith("again")] == ["again", "again#2", "again#3"]
+    assert found["statistics"]["duplicates"] == {"mode": "exact", "exact": 1, "near": 0, "held_out": 0, "left": 0}
+    assert found["report"]["duplicates"]["exact"] == {"twin": "again"} and len(found["report"]["sources"]) == 2
+    assert all(sample["truncated"] for sample in found["samples"])
+    one = headstart("inspect", recipe, *settings, "--json", "--id", "again").json["samples"]
+    assert [sample["id"] for sample in one] == ["again"]
+    twin = headstart("inspect", recipe, *settings, "--id", "twin")
+    assert twin.code == 1 and "--id: twin was dropped: it is an exact duplicate of again" in twin.err
+    kept = headstart("inspect", recipe, *settings, "data.duplicates=keep", "--stats", "--json").json
+    assert kept["statistics"]["duplicates"]["left"] >= 1
 
 
 def exported(recipe: Path, width: int, **options: Any) -> str:

@@ -303,8 +303,8 @@ def _sample(
     report.open_ended += finish == "length"
     if broken:
         report.broken.append(name)
-    meta = {"conversation": conversation.id, "task": conversation.task, "prompt_key": prompt_key(conversation)}
-    meta["source"] = conversation.source
+    meta: dict[str, Any] = {"conversation": conversation.id, "task": conversation.task, "source": conversation.source}
+    meta["prompt_key"] = prompt_key(conversation)
     return Sample(name, tokens, turns, finish, meta)
 
 

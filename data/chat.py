@@ -110,7 +110,7 @@ class ChatFormat:
         self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
         """The template's text. Raises RefusedError with the template's own reason."""
-        return self.renderer.render(messages, add_generation_prompt, tools)[0]
+        return self.renderer.render(self.renderer.prepared(messages), add_generation_prompt, tools)[0]
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids of the prompt that a serving engine would answer (generation prompt included).
@@ -198,7 +198,8 @@ class ChatFormat:
 
     def _parts(self, request: Request) -> list[_Part | Encoded] | RefusedError:
         """The texts of a conversation that become samples; encoded already where only the beginning counts."""
-        messages, tools, answers = request.messages, request.tools, answers_of(request.messages)
+        messages, tools = self.renderer.prepared(request.messages), request.tools
+        answers = answers_of(messages)
         try:
             wanted = answers if request.turns == "all" else answers[-1:]
             supervised = self._turns(messages, wanted, tools)

@@ -14,17 +14,50 @@ Whatever is put together here is first compared with what the template itself wr
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.messages import Message
 from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError
 
-#: the end of a prompt that begins the model's thoughts, or closes empty ones
-BEGUN = re.compile(r"<think>(\s*)(</think>\s*)?\Z")
+#: marks before and behind the model's thoughts
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
+)
 #: (where the answer begins, the text, where its supervised part ends)
 Behind = tuple[int, str, int]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Thoughts that a prompt begins, or has closed with nothing in them.
+
+    Attributes:
+        at: where they begin in the prompt.
+        gap: white space behind the mark.
+        opening, closing: the marks.
+    """
+
+    at: int
+    gap: str
+    closed: bool
+    opening: str
+    closing: str
+
+
+def _begun(prompt: str) -> _Begun | None:
+    """The thoughts that stand at the end of the prompt, if any do."""
+    for opening, closing in MARKS:
+        at = prompt.rfind(opening)
+        inside = prompt[at + len(opening) :]
+        if at >= 0 and inside.strip() in ("", closing):
+            return _Begun(at, inside[: len(inside) - len(inside.lstrip())], bool(inside.strip()), opening, closing)
+    return None
 
 
 def no_beginning(prompt: str, text: str, index: int, because: str = "") -> tuple[str, str]:
@@ -48,7 +81,7 @@ def answer_behind_prompt(
         a prompt that begins some, and for one with thoughts behind a prompt that closes them.
     """
     prompt = renderer.render(messages[:index], True, tools)[0]
-    if begun := BEGUN.search(prompt):
+    if begun := _begun(prompt):
         return _thinking(renderer, messages, index, tools, prompt, begun)
     return _before_foot(renderer, messages, index, tools, prompt) or _moved(renderer, messages, index, tools, prompt)
 
@@ -59,11 +92,11 @@ def _thinking(
     index: int,
     tools: Sequence[dict[str, Any]],
     prompt: str,
-    begun: re.Match[str],
+    begun: _Begun,
 ) -> Behind | None:
     """Thoughts, and the answer as it stands in a history, behind a prompt that begins or closes thoughts."""
-    message, base, closed = messages[index], prompt[: begun.start()], begun.group(2) is not None
-    thoughts, said = split_thoughts(message)
+    message, base, closed = messages[index], prompt[: begun.at], begun.closed
+    thoughts, said = _split(message, begun)
     if closed == bool(thoughts.strip()):
         text = renderer.render(messages[: index + 1], tools=tools)[0]
         because = "its prompt closes the model's thoughts, and the answer has some" if closed else (
@@ -72,10 +105,10 @@ def _thinking(
     plain = {**{key: value for key, value in message.items() if key != "reasoning_content"}, "content": said}
     text, tags = renderer.render([*messages[:index], plain], tools=tools)
     answer = text[len(base) :]
-    if not text.startswith(base) or answer.lstrip().startswith("<think>"):
+    if not text.startswith(base) or answer.lstrip().startswith(begun.opening.strip()):
         return None
     if not closed:
-        answer = _joined(thoughts, answer, said, begun.group(1), "reasoning_content" in message)
+        answer = _joined(thoughts, answer, said, begun, "reasoning_content" in message)
     return _behind(prompt, answer, text, tags)
 
 
@@ -85,29 +118,29 @@ def _behind(prompt: str, answer: str, text: str, tags: Sequence[tuple[int, int]]
     return len(prompt), whole, max(len(whole) - (len(text) - tags[-1][1] if tags else 0), len(prompt))
 
 
-def split_thoughts(message: Message) -> tuple[str, str]:
+def _split(message: Message, begun: _Begun) -> tuple[str, str]:
     """(thoughts, content) of an answer; thoughts may stand in its content: `<think>…</think>…`, or `…</think>…`."""
     content = message.get("content") or ""
     if "reasoning_content" in message:
         return message["reasoning_content"] or "", content
-    thoughts, mark, said = content.partition("</think>")
-    return (thoughts.removeprefix("<think>"), said) if mark else ("", content)
+    thoughts, mark, said = content.partition(begun.closing)
+    return (thoughts.removeprefix(begun.opening), said) if mark else ("", content)
 
 
-def _joined(thoughts: str, answer: str, said: str, gap: str, apart: bool) -> str:
+def _joined(thoughts: str, answer: str, said: str, begun: _Begun, apart: bool) -> str:
     """What the model says from within its thoughts on.
 
-    Args:
-        gap: white space between `<think>` and the thoughts.
-        apart: the record holds the thoughts apart from the content, so that white space around them is lost.
+    Args: apart: the record holds the thoughts apart from the content, so that white space around them is lost.
     """
     if apart:
-        thoughts, between = thoughts.strip(), gap * 2
+        before, between = begun.gap, begun.gap * 2
+        thoughts = thoughts.strip()
     else:  # the record holds what the model said
-        thoughts, between = thoughts.removeprefix(gap), said[: len(said) - len(said.lstrip())]
-    end = "" if answer.startswith("</think>") else "</think>"
-    between = "" if not end or answer[:1].isspace() else between
-    return thoughts + (gap if apart else "") + end + between + answer
+        before, between = "", said[: len(said) - len(said.lstrip())]
+        thoughts = thoughts.removeprefix(begun.gap)
+    if answer.startswith(begun.closing):  # the history closes the thoughts itself
+        return thoughts + before + answer
+    return thoughts + before + begun.closing + ("" if answer[:1].isspace() else between) + answer
 
 
 def _before_foot(

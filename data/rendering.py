@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headstart.data.call_ids import nine_characters
 from headstart.data.messages import Message
 from headstart.data.one_pass import OnePass
 from headstart.heads.errors import TemplateError
@@ -53,11 +54,13 @@ class Form:
         parts: contents as lists of text parts.
         text_arguments: the arguments of a tool call as JSON text.
         no_content: the empty content beside tool calls as null.
+        short_ids: ids of tool calls of nine characters.
     """
 
     parts: bool = False
     text_arguments: bool = False
     no_content: bool = False
+    short_ids: bool = False
 
     def apply(self, message: Message) -> Message:
         """The message as the template wants it."""
@@ -109,6 +112,10 @@ class Renderer:
         self._passes: dict[str, OnePass | None] = {}
         #: kinds of messages for which one run of the template was found to tell the same as rendering every prefix
         self.proven: set[frozenset[tuple[str, ...]]] = set()
+
+    def prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with ids of tool calls that the template takes."""
+        return nine_characters(messages) if self.form.short_ids else messages
 
     def tagged(self, tools: Sequence[dict[str, Any]] = ()) -> bool:
         """Whether the template marks the assistant's text by `{% generation %}` tags."""
@@ -188,6 +195,8 @@ class Renderer:
             lines.append(f"the chat template shows the date, which is fixed at {date} (target.template_date)")
         if self.form.parts:
             lines.append("contents are given as lists of text parts (the chat template drops plain text)")
+        if self.form.short_ids:
+            lines.append("ids of tool calls are cut to nine characters (the chat template takes no others)")
         if self.form.text_arguments:
             lines.append("arguments of tool calls are given as JSON text (the chat template takes no object)")
         return lines
@@ -239,7 +248,8 @@ def find_form(renderer: Renderer) -> Form:
     ]
     written = [(len(text), number) for number, choice in enumerate(choices) if (text := _calls(renderer, choice))]
     objects = [entry for entry in written if not choices[entry[1]].text_arguments]
-    return choices[min(objects or written)[1]] if written else form
+    chosen = choices[min(objects or written)[1]] if written else form
+    return replace(chosen, short_ids=bool(written) and not _calls(renderer, chosen, "call_of_probe_1"))
 
 
 def _takes_text(renderer: Renderer, form: Form) -> bool:
@@ -248,11 +258,17 @@ def _takes_text(renderer: Renderer, form: Form) -> bool:
     return "Probe one?" in text and "Probe two." in text
 
 
-def _calls(renderer: Renderer, form: Form) -> str:
-    """The text of a tool call, if its arguments are in it once, and neither as Python nor encoded twice; else ""."""
+def _calls(renderer: Renderer, form: Form, name: str = "probe1234") -> str:
+    """The text of a tool call, if its arguments are in it once, and neither as Python nor encoded twice; else "".
+
+    Args: name: the id of the call.
+    """
+    question, calling, result = CALL_PROBE
+    calling = {**calling, "tool_calls": [{**calling["tool_calls"][0], "id": name}]}
+    result = {**result, "tool_call_id": name}
     tool = {"type": "function", "function": {"name": "probe_name", "description": "", "parameters": {
         "type": "object", "properties": {}}}}  # fmt: skip
-    for messages in (list(CALL_PROBE[:2]), [*CALL_PROBE, PROBE[1]]):
+    for messages in ([question, calling], [question, calling, result, PROBE[1]]):
         text = _try(renderer, form, messages, [tool])
         once = text.count("probe_key") == text.count("probe value") == 1
         wrong = ("'probe_key'", '\\"probe_key', *(("None",) if form.no_content else ()))

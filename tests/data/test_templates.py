@@ -15,11 +15,13 @@ from templates.checking import (
     last_alone,
     marked,
     mutations,
+    served,
     tools_of,
 )
 from templates.expected import BEGUN, EXPECTED
 from templates.families import CONVERSATIONS, FAMILIES, KINDS, asked, said, tokenizer
 
+from headstart.data.records import parse_record
 from headstart.data.rendering import RefusedError
 from headstart.data.samples import Sample, supervise_everything
 
@@ -132,3 +134,32 @@ def test_long_conversations_are_cut_as_the_definition_says(family):
     messages = [m for n in range(12) for m in (asked(f"Hi {n}"), said(f"Hello {n}.") | thoughts)]
     samples = encode_messages(family, "bytes", messages)
     assert by_serving(family, tokenizer(family, "bytes"), samples, messages) == []
+
+
+def test_harmony_messages_by_channel_train_as_one_answer():
+    """gpt-oss's own form of a record: an earlier answer's analysis is dropped, the last one's trains."""
+    record = {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "channel": "analysis", "content": "Greet."},
+            {"role": "assistant", "channel": "final", "content": "Hello there."},
+            {"role": "user", "content": "Bye"},
+            {"role": "assistant", "channel": "analysis", "content": "Part."},
+            {"role": "assistant", "channel": "final", "content": "Bye bye"},
+        ]
+    }
+    messages = list(parse_record(record, "f:1", "f:1").messages)
+    assert messages == CONVERSATIONS["thoughts"]
+    (first, second), tokens = encode_messages("gpt-oss", "bytes", messages), tokenizer("gpt-oss", "bytes")
+    assert "Greet." in marked(tokens, first, "bytes").split("⟦")[1]
+    assert "Greet." not in marked(tokens, second, "bytes") and "Part." in marked(tokens, second, "bytes").split("⟦")[1]
+
+
+@pytest.mark.parametrize(("family", "line"), [
+    ("llama3.1", "Today Date: 26 Jul 2024\n"), ("llama3.2", "Today Date: 31 Jan 2026\n"),
+    ("gpt-oss", "Current date: 2026-01-31\n"),
+])  # fmt: skip
+def test_a_template_with_a_date_shows_one_day_in_prompts_and_in_training(family, line):
+    (ids, _), *_ = encode(family, "chat", "bytes")
+    prompt = served(family, tokenizer(family, "bytes"), CONVERSATIONS["chat"][:2], ())
+    assert all(line in tokenizer(family, "bytes").decode(each) for each in (ids, prompt))

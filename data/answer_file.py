@@ -173,13 +173,13 @@ def finished_in(
                 )
         name = conversation.id
         prompt = planned.get(name.rsplit("/sample", 1)[0], planned.get(name))
-        if prompt is not None and not _belongs_to(conversation, prompt):
+        if prompt is not None and not belongs_to(conversation, prompt):
             raise DataError(f"{place}:{number}: found another prompt under the id {name!r}: {remedy}")
         finished[name] = conversation.meta.get(NOT_ASKED)
     return finished
 
 
-def _belongs_to(made: Conversation, prompt: Prompt) -> bool:
+def belongs_to(made: Conversation, prompt: Prompt) -> bool:
     """Whether a finished record answers this prompt, or at least its first questions."""
     first = prompt.prompt_token_ids
     if len(made.turns) > prompt.answers or (first is not None and made.turns[0].prompt_ids != first):

@@ -14,13 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headstart.data.config import DistillConfig
+from headstart.data.features import Progress
 from headstart.data.messages import Message
+from headstart.data.prompts import Prompt
 from headstart.data.row_random import draw_at, uniforms
 from headstart.heads.sampling import distribution
 from headstart.heads.targets.locate import cache_argument
@@ -132,6 +135,9 @@ class Answerer(Protocol):
     Attributes: decides: what its answers depend on beside the settings of `data.distill`, as JSON values. Every record
         holds it, and a run continues only where it is the same.
     """
+
+    def adopt(self, out: Path, first: Sequence[tuple[Request, Prompt]], progress: Progress) -> None:
+        """Make ready a file of earlier answers, before it is continued. Args: first: every first question."""
 
     @property
     def decides(self) -> Mapping[str, Any]:

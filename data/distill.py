@@ -89,8 +89,10 @@ def distill(
     chats = Chats(target.tokenizer, target.stop_token_ids, template_kwargs)
     settings = _sampling(target, config, seed, template_kwargs, answerer.decides)
     file = AnswerFile(Path(out), ranks)
-    finished = file.resume(prompts, settings, progress)
     jobs, skipped = _make_jobs(chats, target, prompts, config, seed)
+    if ranks.rank == 0:
+        answerer.adopt(Path(out), [(_request(job, job.first_ids, chats), job.prompt) for job in jobs], progress)
+    finished = file.resume(prompts, settings, progress)
     _report(prompts, jobs, skipped, chats, progress)
     missing = [job for job in _in_order(jobs, config, seed) if job.id not in finished]
     mine = missing[ranks.rank :: ranks.size]
@@ -146,10 +148,7 @@ class _Asking:
         return self._limit_s is None or time.monotonic() - self._began < self._limit_s
 
     def _request(self, job: _Job, ids: Sequence[int]) -> Request:
-        prompt = job.prompt
-        kwargs = {**self.chats.template_kwargs, **prompt.template_kwargs}
-        messages = prompt.messages(job.answers) if prompt.first else ()
-        request = Request(job.id, len(job.turns), tuple(ids), job.seed, messages, prompt.tools, kwargs)
+        request = _request(job, ids, self.chats)
         self._open[request] = job
         return request
 
@@ -189,6 +188,14 @@ class _Asking:
             job.stopped = f"turn {turn} has {len(ids)} prompt tokens, at most {self.room} fit"
             return None
         return ids
+
+
+def _request(job: _Job, ids: Sequence[int], chats: Chats) -> Request:
+    """The next question of a conversation. Args: ids: the tokens of its chat."""
+    prompt = job.prompt
+    kwargs = {**chats.template_kwargs, **prompt.template_kwargs}
+    messages = prompt.messages(job.answers) if prompt.first else ()
+    return Request(job.id, len(job.turns), tuple(ids), job.seed, messages, prompt.tools, kwargs)
 
 
 def _report(

@@ -10,15 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headstart.data.answering import Answer, Answerer, Request, Requests
 from headstart.data.config import DistillConfig
+from headstart.data.features import Progress
 from headstart.data.messages import Message
-from headstart.data.prompts import Chats
+from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import FINISH
 from headstart.data.rendering import RefusedError
 from headstart.data.serving.engines import cannot_ask, request_body
+from headstart.data.serving.found import REQUEST, adopt
 from headstart.data.serving.parity import require_same_prompt
 from headstart.data.serving.pool import Asked, Patience, Pool, Server
 from headstart.data.serving.reply import Reply
@@ -64,6 +67,13 @@ class ServerAnswerer(Answerer):
         name = target.name if target.revision is None else f"{target.name}@{target.revision}"
         return {"weights": None, "dtype": None, "answered_by": f"servers of {name}", **logprobs}
 
+    def adopt(self, out: Path, first: Sequence[tuple[Request, Prompt]], progress: Progress) -> None:
+        """See found.adopt."""
+        asked: dict[str, list[tuple[str, Prompt]]] = {}
+        for request, prompt in first:
+            asked.setdefault(request_hash(self.target, self.config, request), []).append((request.id, prompt))
+        adopt(out, asked, progress)
+
     def answers(self, requests: Requests) -> Iterator[Answer]:
         with Pool(self.servers, self.patience, self.say) as pool:
             while True:
@@ -103,7 +113,7 @@ class ServerAnswerer(Answerer):
             ids, finish, source = self._tokens(request, reply)
         except TemplateError as error:
             return Answer(request, failed=f"{server.url}: {error}", for_good=True)
-        more: dict[str, Any] = {"request": request_hash(self.target, self.config, request)}
+        more: dict[str, Any] = {REQUEST: request_hash(self.target, self.config, request)}
         # what a record says is read by `FINISH`; a cut answer is no whole one whatever the server called it
         more["finish_reason"] = reply.finish if FINISH[reply.finish] == finish else finish
         more["token_ids_from"] = source

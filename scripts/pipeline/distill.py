@@ -11,11 +11,12 @@ from headstart.data.prepare import ALONE, Ranks
 from headstart.data.rejects import Rejects
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
+from headstart.data.serving.found import unasked_of
 from headstart.data.sources import read_prompts
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.heads.errors import DataError, HeadstartError, TargetError
 from headstart.heads.targets.target import Target
-from headstart.pipeline.inputs import answered
+from headstart.pipeline.inputs import kept
 from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.run import Run
 from headstart.refusals import require_decoding
@@ -55,8 +56,8 @@ def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
             run.inputs.distill,
             [path],
             work,
-            leftovers=[path.with_name(path.name + ".skipped.json"), parts_of(path)],
-            lasting=answered,
+            leftovers=[path.with_name(path.name + ".skipped.json"), parts_of(path), unasked_of(path)],
+            lasting=kept,
             extends=True,
         )
     except Exception as error:

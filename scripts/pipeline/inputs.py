@@ -112,16 +112,22 @@ class Inputs:
 
 
 def _distilling(config: DistillConfig) -> dict[str, Any]:
-    """The settings that answers depend on. Which servers gave them, and how patiently, does not count."""
-    settings = identity.without(dataclasses.asdict(config), "prompts", "weight", "servers", *ASKING)
-    if not config.top_logprobs:
-        del settings["top_logprobs"]  # runs made before this setting have no value of it
-    return {**settings, **({"servers": True} if config.servers else {})}
+    """The settings of distillation. Those of servers count only through servers: older runs have no value of them."""
+    settings = identity.without(dataclasses.asdict(config), "prompts", "weight")
+    return settings if config.servers else identity.without(settings, "servers", "top_logprobs", *ASKING)
 
 
 def answered(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The part of distillation's inputs that existing answers depend on. Another time limit keeps the answers."""
-    return {**inputs, "settings": identity.without(inputs["settings"], "max_seconds")}
+    """The part of distillation's inputs that existing answers depend on. Another time limit keeps the answers; so does
+    another list of servers, and another patience with them."""
+    settings = identity.without(inputs["settings"], "max_seconds", "servers", *ASKING)
+    return {**inputs, "settings": {**settings, **({"servers": True} if inputs["settings"].get("servers") else {})}}
+
+
+def kept(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The part of distillation's inputs that may not change while it goes on. Through servers, answers are found by
+    what was asked, so other prompts keep those that they still ask for."""
+    return identity.without(answered(inputs), "prompts") if inputs["settings"].get("servers") else answered(inputs)
 
 
 def lasting(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,9 @@ class DistillConfig:
     max_seconds: float | None = None
     #: Share of the target's answers in the conversations that train, as `weight` of a source.
     weight: float | None = None
+    #: Answers that were cut: keep (they train up to the cut) or drop, with what follows them in their conversation.
+    #: They are stored in either case.
+    cut_answers: str = "keep"
     #: Servers: log-probabilities of the k most likely tokens, kept in the records; 0 keeps none.
     top_logprobs: int = 0
     #: Servers: seconds after which an answer must be whole.
@@ -194,6 +197,7 @@ class DistillConfig:
         check(("temperature",), "0 (greedy) or more", lambda value: 0 <= value < math.inf)
         check(("top_p",), "a number in (0, 1]", lambda value: 0 < value <= 1)
         check(("top_k",), "0 (all) or more", lambda value: value >= 0)
+        check(("cut_answers",), "keep or drop", ("keep", "drop").__contains__)
         for index, server in enumerate(self.servers):
             server.check(f"data.distill.servers[{index}]")
         check(("server_tries",), "a number ≥ 1", lambda value: value >= 1)

@@ -27,6 +27,7 @@ from headstart.heads.errors import DataError, HeadstartError
 T = TypeVar("T")
 #: beginning of a reason for dropping conversations → what helps
 REMEDIES = {
+    "its answer was cut": "a larger data.distill.max_new_tokens cuts fewer answers",
     "no assistant answer": "prompts alone belong in data.distill.prompts: the target answers them",
     "the chat template leaves out": (
         "to train on what the chat template leaves out, give one that writes it (target.chat_template=FILE, served "
@@ -37,6 +38,8 @@ REMEDIES = {
 BLOCK = 256
 #: reason for dropping a conversation that the template wrote no answer of
 NOTHING = "no sample"
+#: reason for dropping a distillation's conversation whose first answer has no end
+CUT = "its answer was cut (data.distill.cut_answers=drop)"
 
 
 @dataclass
@@ -196,7 +199,8 @@ def _encode(
         if conversation.media is not None:
             made[number] = dropped_for(conversation.media)
         elif conversation.turns:
-            made[number] = encode_token_turns(conversation.turns, stop_token_ids, config.turns)
+            turns = conversation.turns if config.distill.cut_answers == "keep" else _whole_turns(conversation)
+            made[number] = encode_token_turns(turns, stop_token_ids, config.turns) if turns else CUT
         elif not answers_of(conversation.messages):
             made[number] = "no assistant answer"
         else:
@@ -306,6 +310,13 @@ def _sample(
     meta: dict[str, Any] = {"conversation": conversation.id, "task": conversation.task, "source": conversation.source}
     meta["prompt_key"] = prompt_key(conversation)
     return Sample(name, tokens, turns, finish, meta)
+
+
+def _whole_turns(conversation: Conversation) -> tuple[TokenTurn, ...]:
+    """The answers of a distillation before the first that was cut; all of any other conversation."""
+    turns = conversation.turns
+    cut = next((number for number, turn in enumerate(turns) if turn.finish_reason == "length"), len(turns))
+    return turns[:cut] if "sampling" in conversation.meta else turns
 
 
 def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int], which: str = "all") -> list[Encoded]:

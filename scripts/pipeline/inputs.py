@@ -66,6 +66,7 @@ class Inputs:
             "held_out": identity.of_sources(data.held_out),
             "distilled": self._distilled() if data.distill.prompts else None,
             "distilled_weight": data.distill.weight,
+            "cut_answers": None if data.distill.cut_answers == "keep" else data.distill.cut_answers,
             "split": rule_of(self.duplicates),
             "settings": identity.without(
                 dataclasses.asdict(data), "distill", "sources", "held_out", "duplicates", *STORING, *usual
@@ -113,7 +114,7 @@ class Inputs:
 
 def _distilling(config: DistillConfig) -> dict[str, Any]:
     """The settings of distillation. Those of servers count only through servers: older runs have no value of them."""
-    settings = identity.without(dataclasses.asdict(config), "prompts", "weight")
+    settings = identity.without(dataclasses.asdict(config), "prompts", "weight", "cut_answers")
     return settings if config.servers else identity.without(settings, "servers", "top_logprobs", *ASKING)
 
 

@@ -12,6 +12,7 @@ from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.prepare import encode_token_turns, prepare, tokenize
 from headstart.data.records import Conversation, TokenTurn
 from headstart.data.samples import Sample, require_supervised, token_counts
+from headstart.data.sources import load_conversations
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 
 END = 9
@@ -222,3 +223,33 @@ def test_what_the_template_leaves_out_is_counted_with_its_reason(tokenizer):
     assert "dropped 1: the chat template leaves out the tools (tools)" in report.lines()
     assert sum("target.chat_template=FILE" in line for line in report.lines()) == 1
     assert not any("target.chat_template" in line for line in tokenize(rows[:1], tokenizer, config(), ())[1].lines())
+
+
+def test_cut_answers_of_a_distillation_are_kept_or_dropped_with_what_follows_them(tokenizer, write_jsonl):
+    def turn(prompt, answer, finish):
+        return {"prompt_token_ids": prompt, "response_token_ids": answer, "finish_reason": finish}
+
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    whole, cut = turn([1, 2], [3, 4, end], "stop"), turn([1, 2], [3, 4, 5], "length")
+    later = turn([1, 2, 3, 4, end, 6], [7, 8, 9], "content_filter")
+    after = turn([1, 2, 3, 4, 5, 6], [7, 8, end], "stop")
+    made = {"messages": said, "sampling": {}}
+    path = write_jsonl(
+        [
+            {"id": "whole", **made, **whole},
+            {"id": "cut", **made, **cut},
+            {"id": "later", **made, "messages": said * 2, **later, "earlier_turns": [whole]},
+            {"id": "first", **made, "messages": said * 2, **after, "earlier_turns": [cut]},
+            {"id": "somebody's", "messages": said, **cut},
+        ]
+    )
+    node = DataConfig(sources=[SourceConfig(path=str(path))])
+    kept, _ = tokenize(load_conversations(node.sources), tokenizer, node, [end])
+    assert [sample.id for sample in kept] == ["whole", "cut", "later", "first", "somebody's"]
+    node.distill.cut_answers = "drop"
+    samples, report = tokenize(load_conversations(node.sources), tokenizer, node, [end])
+    assert {sample.id: sample.token_ids.tolist() for sample in samples} == {
+        "whole": [1, 2, 3, 4, end], "later": [1, 2, 3, 4, end], "somebody's": [1, 2, 3, 4, 5],
+    }  # fmt: skip
+    assert report.dropped == {"its answer was cut (data.distill.cut_answers=drop)": ["cut", "first"]}

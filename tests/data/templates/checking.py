@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from templates.expected import EXPECTED
@@ -127,12 +128,19 @@ def encode(family: str, conversation: str, kind: str, tagged: bool = False, **ho
 def encode_messages(
     family: str, kind: str, messages: Sequence[dict[str, Any]], tagged: bool = False, **how: Any
 ) -> list[Sample]:
-    """The samples that the code under test makes."""
+    """The samples that the code under test makes, twice: what it learns from one conversation must change nothing."""
+    chat = _chat(family, kind, tagged)
+    made = chat.encode(messages, **how)
+    assert chat.encode(messages, **how) == made, "the second time is another way"
+    return [(each.token_ids, each.turn_ids) for each in made]
+
+
+@cache
+def _chat(family: str, kind: str, tagged: bool) -> Any:
     from headstart.data.chat import ChatFormat
 
     known, tokens = FAMILIES[family], tokenizer(family, kind, tagged)
-    chat = ChatFormat(tokens, tokens.convert_tokens_to_ids(list(known.stops)), known.variables)
-    return [(each.token_ids, each.turn_ids) for each in chat.encode(messages, **how)]
+    return ChatFormat(tokens, tokens.convert_tokens_to_ids(list(known.stops)), known.variables)
 
 
 def families_ok() -> dict[str, bool]:

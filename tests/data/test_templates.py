@@ -19,7 +19,7 @@ from templates.checking import (
     tools_of,
 )
 from templates.expected import BEGUN, EXPECTED
-from templates.families import CONVERSATIONS, FAMILIES, KINDS, asked, said, tokenizer
+from templates.families import CONVERSATIONS, FAMILIES, KINDS, TOOL, asked, calling, found, said, tokenizer
 
 from headstart.data.records import parse_record
 from headstart.data.rendering import RefusedError
@@ -163,3 +163,38 @@ def test_a_template_with_a_date_shows_one_day_in_prompts_and_in_training(family,
     (ids, _), *_ = encode(family, "chat", "bytes")
     prompt = served(family, tokenizer(family, "bytes"), CONVERSATIONS["chat"][:2], ())
     assert all(line in tokenizer(family, "bytes").decode(each) for each in (ids, prompt))
+
+
+WITH_LIST = [
+    family for family, found in EXPECTED.items() if isinstance(found.get("calls"), list) and "deepseek" not in family
+]
+
+
+@pytest.mark.parametrize("family", WITH_LIST)
+def test_a_system_message_and_tools_stand_in_every_prompt(family):
+    messages = [*CONVERSATIONS["chat"][:3], *CONVERSATIONS["calls"]]
+    try:
+        samples = encode_messages(family, "bytes", messages, tools=[TOOL])
+    except RefusedError as error:
+        # Mistral's older templates write the system message into the last message only if that is a question
+        assert family in ("mistral v3", "mistral tekken")
+        assert error.reason == "the chat template leaves out the system message"
+        samples = encode_messages(family, "bytes", messages := messages[:3], tools=[TOOL])
+    tokens = tokenizer(family, "bytes")
+    assert by_serving(family, tokens, samples, messages, [TOOL]) == []
+    for sample in samples:
+        before = marked(tokens, sample, "bytes").split("⟦")[0]
+        assert "Be brief." in before and "weather" in before
+
+
+@pytest.mark.parametrize("family", WITH_LIST)
+def test_words_beside_a_call_train_or_are_the_reason_of_a_refusal(family):
+    messages = [asked("Weather in Rome?"), calling("Rome") | {"content": "Look."}, found("Rome", "12 C"), said("12.")]
+    try:
+        samples = encode_messages(family, "bytes", messages, tools=[TOOL])
+    except RefusedError as error:
+        assert error.reason == "the chat template leaves out an answer"
+        return
+    tokens = tokenizer(family, "bytes")
+    assert by_serving(family, tokens, samples, messages, [TOOL]) == []
+    assert "Look." in marked(tokens, samples[0], "bytes").split("⟦")[1]

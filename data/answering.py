@@ -138,6 +138,7 @@ class Answerer(Protocol):
 
     def adopt(self, out: Path, first: Sequence[tuple[Request, Prompt]], progress: Progress) -> None:
         """Make ready a file of earlier answers, before it is continued. Args: first: every first question."""
+        return None
 
     @property
     def decides(self) -> Mapping[str, Any]:

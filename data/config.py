@@ -236,6 +236,9 @@ class DataConfig:
     near_threshold: float = 0.8
     #: How often a conversation may train in one epoch where the weight of its source asks for more than there are.
     most_repeats: int = 1
+    #: Prompts that must not train, such as those of a benchmark: conversations whose first prompt is a near copy of one
+    #: of them are left out.
+    exclude: list[SourceConfig] = field(default_factory=list)
     #: Most tokens of a sample.
     max_length: int = 2048
     #: What happens to longer samples: truncate or drop. Both are reported.
@@ -263,7 +266,7 @@ class DataConfig:
     def check(self) -> None:
         """Raise ConfigError naming the first field that cannot work."""
         check = partial(check_settings, self, "data")
-        for name in ("sources", "held_out"):
+        for name in ("sources", "held_out", "exclude"):
             for index, source in enumerate(getattr(self, name)):
                 source.check(f"data.{name}[{index}]")
         check_weights({f"data.held_out[{index}]": source.weight for index, source in enumerate(self.held_out)})

@@ -13,16 +13,17 @@ import numpy as np
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.duplicates import Originals, content_key, near_duplicates, require_minhash
 from headstart.data.mixing import SourceCount, as_dicts, by_source, capped, counts_of, lines_of, weighted
-from headstart.data.records import Conversation
+from headstart.data.prompts import prompt_of
+from headstart.data.records import Conversation, opening
 from headstart.data.rejects import Rejects
 from headstart.data.samples import Sample
-from headstart.data.shingles import ShingleStore, shingles
+from headstart.data.shingles import ShingleStore, of_messages, shingles
 from headstart.data.sources import load_conversations
 
 #: reasons for which conversations are not used, as the report has them
 EXACT, NEAR, WEIGHT = "exact duplicates", "near duplicates", "not chosen by weight"
 HELD_OUT_COPY, HELD_OUT_TEXT = "near copies of held-out conversations", "repeat held-out text"
-BAD = "bad rows"
+BAD, EXCLUDED = "bad rows", "begin with a prompt of data.exclude"
 
 
 class Gathered:
@@ -31,13 +32,25 @@ class Gathered:
     Args:
         sources: in the order in which they are read. Of duplicates, the first that was read stays.
         config: says what becomes of duplicates.
+        excluded: prompts with which no conversation may begin, as sets of hashes.
+        watched: other prompts; conversations that begin with one are counted.
     Attributes:
         counts: by source.
         exact, near: duplicate → the conversation that stays, by id.
+        begin_watched: number of conversations that begin with a watched prompt or a near copy of it.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig], config: DataConfig, seed: int):
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig],
+        config: DataConfig,
+        seed: int,
+        excluded: Sequence[np.ndarray] = (),
+        watched: Sequence[np.ndarray] = (),
+    ):
         self.sources, self.config, self.seed = sources, config, seed
+        self._excluded, self._watched = (Originals(sets, config.near_threshold) for sets in (excluded, watched))
+        self.begin_watched = 0
         self.counts: list[SourceCount] = counts_of(sources)
         self.exact: dict[str, str] = {}
         self.near: dict[str, str] = {}
@@ -64,6 +77,7 @@ class Gathered:
                 self._keys.append(key)
                 if self._mode != "keep":
                     self._said.add(shingles(conversation))
+                self.begin_watched += self._begins(conversation, self._watched)
                 yield conversation
         for source, number in bad.items():
             self.counts[source].dropped[BAD] = number
@@ -82,6 +96,9 @@ class Gathered:
             if conversation.media is not None:  # its text is not all of it
                 yield conversation, hashlib.blake2b(conversation.id.encode(), digest_size=16).digest()
                 continue
+            if self._begins(conversation, self._excluded):
+                count.dropped[EXCLUDED] += 1
+                continue
             key = content_key(conversation)
             first = used.get(key, here.get(key))
             if first is not None and self._mode != "keep":
@@ -90,6 +107,10 @@ class Gathered:
                 continue
             here[key] = conversation.id
             yield conversation, key
+
+    @staticmethod
+    def _begins(conversation: Conversation, prompts: Originals) -> bool:
+        return bool(prompts.sets) and prompts.copied_by(of_messages(opening(conversation.messages))) is not None
 
     def add_lost(self, lost: Counter[tuple[int, str]]) -> None:
         """Count conversations that could not be tokenised: (source, reason) → number."""
@@ -172,6 +193,14 @@ class Gathered:
         """Count what is held out in the end."""
         for source in {conversation_of(sample): sample.meta["source"] for sample in samples}.values():
             self.counts[source].held_out += 1
+
+
+def first_prompts(sources: Sequence[SourceConfig], rejects: Rejects) -> list[np.ndarray]:
+    """What the conversations or prompts of some sources begin with, as sets of hashes: uint32 [S] each."""
+    return [
+        of_messages(prompt_of(conversation).first if conversation.asks == "each" else opening(conversation.messages))
+        for conversation in load_conversations(sources, rejects)
+    ]
 
 
 def conversation_of(sample: Sample) -> str:

@@ -67,8 +67,8 @@ def as_dicts(counts: Sequence[SourceCount]) -> list[dict[str, Any]]:
 
 
 def lines_of(counts: Sequence[SourceCount]) -> list[str]:
-    """In words, one source a line; nothing for a single source that was taken as it is."""
-    if len(counts) < 2 and not any(count.cap for count in counts):
+    """In words, one source a line; nothing for a single source of which nothing was left out."""
+    if len(counts) < 2 and not any(count.dropped for count in counts):
         return []
     lines = []
     for count, facts in zip(counts, as_dicts(counts), strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart.data.chat import ChatFormat, Encoded, Request, answers_of
 from headstart.data.config import DataConfig, SourceConfig
-from headstart.data.gather import Gathered
+from headstart.data.gather import Gathered, first_prompts
 from headstart.data.media import dropped_for, file_and_line
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
@@ -380,25 +380,30 @@ def prepare(
     distilled: Sequence[SourceConfig] = (),
     seed: int = 0,
     ranks: Ranks = ALONE,
+    watched: Sequence[np.ndarray] = (),
 ) -> PreparedData:
     """Everything between the recipe's `data` node and the packs.
 
     Args:
         distilled: files that distillation wrote for this run; read after `config.sources`.
         ranks: processes that call this together and divide the tokenising.
+        watched: prompts of an evaluation, as `shingles.of_messages` gives them. Conversations that begin with one are
+            counted.
     Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
     """
     rejects = Rejects()
 
-    def read(sources: Sequence[SourceConfig]) -> tuple[Gathered, list[Sample], TokenizeReport]:
-        gathered = Gathered(sources, config, seed)
+    def read(
+        sources: Sequence[SourceConfig], *prompts: Sequence[np.ndarray]
+    ) -> tuple[Gathered, list[Sample], TokenizeReport]:
+        gathered = Gathered(sources, config, seed, *prompts)
         samples, report = tokenize(gathered.conversations(rejects), tokenizer, config, stop_token_ids, ranks)
         gathered.add_lost(report.lost)
         return gathered, gathered.without_near(samples), report
 
-    gathered, samples, report = read([*config.sources, *distilled])
+    gathered, samples, report = read([*config.sources, *distilled], first_prompts(config.exclude, rejects), watched)
     if not samples:
-        why = "\n".join([*report.lines(), *rejects.lines()])
+        why = "\n".join([*report.lines(), *rejects.lines(), *gathered.lines()])
         raise DataError(f"data: no conversation can be trained on\n{why}")
     require_supervised(samples)
     if not config.held_out:

@@ -117,6 +117,16 @@ class Conversation:
     source: int = 0
 
 
+def opening(messages: Sequence[Message]) -> list[Message]:
+    """The messages before the first answer. A greeting before the first user message belongs to them."""
+    first: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant" and any(m["role"] == "user" for m in first):
+            break
+        first.append(message)
+    return first
+
+
 def unread_note(counts: Mapping[str, int]) -> str | None:
     """A sentence about the `unread` fields of conversations or prompts, from the count of each name; None for none."""
     if not counts:

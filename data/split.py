@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.data.records import Conversation
+from headstart.data.records import Conversation, opening
 from headstart.data.samples import COPIED, Sample
 from headstart.heads.errors import ConfigError
 
@@ -47,9 +47,7 @@ def prompt_key(conversation: Conversation) -> str:
         ids = conversation.turns[0].prompt_ids if conversation.turns else conversation.prompt_token_ids
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]
     prompt: list[dict[str, Any]] = []
-    for message in conversation.messages:
-        if message["role"] == "assistant" and any(m["role"] == "user" for m in prompt):
-            break
+    for message in opening(conversation.messages):
         content = message.get("content")
         prompt.append({**message, "content": " ".join(content.split()) if isinstance(content, str) else content})
     text = json.dumps(prompt, ensure_ascii=False, sort_keys=True, default=str)

@@ -112,7 +112,7 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
 
     def sources() -> str:
         data = settings.data
-        count = len(identity.of_sources([*data.sources, *data.held_out, *data.distill.prompts]))
+        count = len(identity.of_sources([*data.sources, *data.held_out, *data.exclude, *data.distill.prompts]))
         files = f"{count} {'source' if count == 1 else 'sources'}"
         return f"{files}; {looked}" if (looked := _look(settings.data, box.get("target"))) else files
 

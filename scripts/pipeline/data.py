@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from headstart.data.config import SourceConfig
 from headstart.data.own_choice import OwnChoice
 from headstart.data.prepare import ALONE, PreparedData, Ranks
 from headstart.data.prepare import prepare as tokenise
+from headstart.data.records import opening
 from headstart.data.samples import Sample, supervise_everything
+from headstart.data.shingles import of_messages
 from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
+from headstart.eval.prompts import eval_prompts
 from headstart.heads.errors import DataError
 from headstart.heads.files import write_json, write_text
 from headstart.heads.vocab import membership
@@ -39,7 +43,7 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
             )
         target = run.either_target
         run.prepared = data = tokenise(
-            config, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks
+            config, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks, _watched(run)
         )
         if recipe.data.duplicates is None and config.duplicates == "keep":
             say("data: this run began with duplicates kept and goes on so; data.duplicates=exact removes them")
@@ -51,9 +55,22 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
         say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
         for line in data.split.lines():
             say(f"data: {line}")
+        if data.gathered is not None and data.gathered.begin_watched:
+            say(
+                f"data: WARNING: {data.gathered.begin_watched} conversations begin with a prompt of eval.data or a "
+                "near copy of one: the evaluation measures on what is trained. data.exclude=[{path: FILE.jsonl}] "
+                "leaves those out that begin with a prompt of FILE"
+            )
         if "eval" in run.ahead and recipe.eval.data is None and not data.held_out:
             raise DataError(f"eval.data: not set, and no conversation is held out. {EVAL_DATA}")
     return run.prepared
+
+
+def _watched(run: Run) -> list[np.ndarray]:
+    """The prompts of `eval.data`, as sets of hashes, where the run will be evaluated on them."""
+    if "eval" not in run.ahead or run.recipe.eval.data is None:
+        return []
+    return [of_messages(opening(prompt.first)) for prompt in eval_prompts(run.recipe.eval)]
 
 
 def trained_samples(run: Run) -> list[Sample]:

@@ -64,12 +64,13 @@ class Inputs:
             "target": identity.of_target(self._recipe.target),
             "sources": identity.of_sources(data.sources),
             "held_out": identity.of_sources(data.held_out),
+            "exclude": identity.of_sources(data.exclude) or None,  # as in runs made before this setting
             "distilled": self._distilled() if data.distill.prompts else None,
             "distilled_weight": data.distill.weight,
             "cut_answers": None if data.distill.cut_answers == "keep" else data.distill.cut_answers,
             "split": rule_of(self.duplicates),
             "settings": identity.without(
-                dataclasses.asdict(data), "distill", "sources", "held_out", "duplicates", *STORING, *usual
+                dataclasses.asdict(data), "distill", "sources", "held_out", "exclude", "duplicates", *STORING, *usual
             ),
             "seed": self._recipe.seed,
         }
@@ -106,6 +107,8 @@ class Inputs:
         values = to_dict(self._recipe)
         data, distill = values["data"], values["data"]["distill"]
         lists = [(data, "sources", self.data), (data, "held_out", self.data), (distill, "prompts", self.distill)]
+        if data.get("exclude"):
+            lists.append((data, "exclude", self.data))
         for node, name, inputs in lists:
             digests = [{key: value for key, value in source.items() if key == "sha256"} for source in inputs[name]]
             node[name] = [{**source, **digest} for source, digest in zip(node[name], digests, strict=True)]

@@ -191,7 +191,8 @@ class Run:
         # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
         # step reads the files again. Rows of the Hub take long to read, so they are read here only before answering.
         unanswered = bool(data.distill.prompts) and not self.distilled_path.is_file()
-        for _ in load_conversations([s for s in (*data.sources, *data.held_out) if unanswered or s.path is not None]):
+        sources = (*data.sources, *data.held_out, *data.exclude)
+        for _ in load_conversations([s for s in sources if unanswered or s.path is not None]):
             pass
 
     def check_eval_data(self) -> None:

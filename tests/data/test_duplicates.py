@@ -17,7 +17,7 @@ from headstart.data.duplicates import FUNCTIONS, MISSED, Originals, bands, conte
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.records import parse_record
 from headstart.data.samples import Sample
-from headstart.data.shingles import ShingleStore, likeness, shingles, words
+from headstart.data.shingles import ShingleStore, likeness, of_messages, shingles, words
 from headstart.heads.errors import DataError
 
 STOP = 2
@@ -311,3 +311,29 @@ def test_the_report_accounts_for_every_conversation(tmp_path: Path):
     assert sum(each["held_out"] for each in facts) == of(data.held_out)
     assert sum(each["tokens"] for each in facts) == sum(map(len, data.train))
     assert sum(each["token_share"] for each in facts) == pytest.approx(1, abs=2e-4)
+
+
+def test_excluded_prompts_do_not_train(tmp_path: Path):
+    """Near copies of a prompt too, whatever was answered; the same words in another place are no reason."""
+    draw = random.Random(11)
+    said = [(text(draw, 40), text(draw, 40)) for _ in range(30)]
+    log = [record(f"r{n}", *each) for n, each in enumerate(said)]
+    bench = [{"turns": [said[0][0], "And then?"]}, {"prompt": changed(draw, said[1][0], 0.02)}, {"prompt": said[2][1]}]
+    bench += [{"messages": [{"role": "system", "content": "Be brief."}, *chat(said[3][0], "Another answer.", "Why?")]}]
+    excluded = write(tmp_path / "bench.jsonl", bench)
+    for mode in ("keep", "exact"):
+        data = prepared(tmp_path, log, exclude=[excluded], held_out_fraction=0.0, duplicates=mode)
+        assert {s.id for s in data.train} == {each["id"] for each in log} - {"r0", "r1", "r3"}
+        assert data.gathered is not None
+        assert data.gathered.counts[0].dropped == {"begin with a prompt of data.exclude": 3}
+        assert any("3 begin with a prompt of data.exclude" in line for line in data.gathered.lines())
+
+
+def test_prompts_of_an_evaluation_are_counted_and_stay(tmp_path: Path):
+    draw = random.Random(12)
+    said = [(text(draw, 40), text(draw, 40)) for _ in range(20)]
+    config = DataConfig(sources=[write(tmp_path / "log.jsonl", [record(f"r{n}", *s) for n, s in enumerate(said)])])
+    watched = [of_messages(chat(each)) for each in (said[3][0], said[4][0] + " please", text(draw, 40))]
+    data = prepare(config, None, [STOP], watched=watched)
+    assert data.gathered is not None and data.gathered.begin_watched == 2
+    assert len(data.train) + len(data.held_out) == 20

@@ -33,7 +33,7 @@ def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -
     message: Message = {"role": "assistant", "content": text}
     if getattr(tokenizer, "response_template", None) is not None:
         message = _by_rules(renderer, tokenizer, text)
-    elif _opens_thoughts(renderer) or (THINKS.search(text) and not _kept(renderer, text)):
+    elif renderer.opens_thoughts or (THINKS.search(text) and not _kept(renderer, text)):
         message = _without_thoughts(text)
     # all_special_tokens lists those that have a name (eos, pad, …), not the channels of gpt-oss
     flagged = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -55,12 +55,6 @@ def _without_thoughts(text: str) -> Message:
         raise RefusedError("an answer ends within its thoughts, so that there is none to put into a history")
     reasoning, content = (part.strip() for part in thoughts.groups())
     return {"role": "assistant", "content": content, "reasoning_content": reasoning}
-
-
-def _opens_thoughts(renderer: Renderer) -> bool:
-    """Whether the prompt ends with `<think>`, so that the answer begins within its thoughts."""
-    words = renderer.prompt(PROBE[:1])[1]
-    return words.rfind("<think>") > words.rfind("</think>")
 
 
 def _by_rules(renderer: Renderer, tokenizer: Any, text: str) -> Message:

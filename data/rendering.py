@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from headstart.data.call_ids import nine_characters
@@ -174,6 +175,12 @@ class Renderer:
         """The prompt's text, and the end of it that is the generation prompt."""
         before, text = (self.render(history, asking, tools)[0] for asking in (False, True))
         return text, text[len(os.path.commonprefix([before, text])) :]
+
+    @cached_property
+    def opens_thoughts(self) -> bool:
+        """Whether the prompt ends with `<think>`, so that the answer begins within its thoughts."""
+        words = self.prompt(PROBE[:1])[1]
+        return words.rfind("<think>") > words.rfind("</think>")
 
     def find_foot(self) -> str:
         """The end-of-text token that the template writes after the last message only (Phi-3's does); else "".

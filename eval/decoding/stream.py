@@ -10,8 +10,11 @@ Shape legend: B batch, L longest answer, n rows that begin.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,6 +31,8 @@ from headstart.eval.decoding.sampling import Sampling
 PART, MOST = 16, 16
 #: cycles after which free rows are filled although they are fewer
 PATIENCE = 16
+#: latest cycles whose times tell how long one takes
+REMEMBERED = 10
 #: most prompt tokens, padding included, that the first batch reads at once
 START_TOKENS = 1 << 14
 
@@ -67,7 +72,8 @@ class Stream:
         self._tokens_BL = np.zeros((engine.batch, max_new_tokens), dtype=np.int64)
         self._count_B = np.zeros(engine.batch, dtype=np.int64)
         self._active_B = np.zeros(engine.batch, dtype=bool)
-        self._done: list[Answer] = []
+        self._done: deque[Answer] = deque()
+        self._arrivals = deque[float](maxlen=REMEMBERED)
         self._waited = 0
 
     @property
@@ -86,20 +92,36 @@ class Stream:
             yield from self.give()
         if not self._active_B.any():
             return
-        run = self.graphs.run if self.graphs is not None and loop.captures else uncaptured_cycles
+        captured = self.graphs is not None and loop.captures
+        run = self.graphs.run if self.graphs is not None and captured else uncaptured_cycles
         with closing(run(loop, lambda: self._refill(loop))) as cycles:
             for table in cycles:
                 self.cycles += 1
                 self._add(table)
-                # the next cycle runs meanwhile
-                yield from self.give()
+                # a captured cycle runs meanwhile
+                yield from self.give(self._spare_s() if captured else None)
                 if not self._active_B.any() and not self.requests.waiting(1, self.longest):
                     break
 
-    def give(self) -> Iterator[Answer]:
-        """Answers that are finished and were not given yet."""
+    def give(self, seconds: float | None = None) -> Iterator[Answer]:
+        """Answers that are finished and were not given yet.
+
+        Args: seconds: after which the rest waits for the next cycle, unless much waits or nothing is decoded. Many rows
+            may end at once, and what is done with their answers must not keep the device waiting. None = give all.
+        """
+        began = time.perf_counter()
         while self._done:
-            yield self._done.pop(0)
+            yield self._done.popleft()
+            late = seconds is not None and time.perf_counter() - began >= seconds
+            if late and len(self._done) < self.engine.batch and self._active_B.any():
+                return
+
+    def _spare_s(self) -> float:
+        """Seconds of the running cycle that may go by before the host must launch the next one."""
+        self._arrivals.append(time.perf_counter())
+        between = sorted(after - before for before, after in pairwise(self._arrivals))
+        # some took longer, because prompts were read, and some seemed to take none, because the host came late
+        return between[len(between) // 2] / 2 if between else 0.0
 
     def _start(self, first: list[Request]) -> Loop:
         """Read the first prompts, unless they would take much memory at once. Rows without one are idle."""
@@ -167,7 +189,7 @@ class Stream:
         """Append a token to each of these rows' answers, and end those that it completes."""
         self._tokens_BL[row_n, self._count_B[row_n]] = token_n
         self._count_B[row_n] += 1
-        stopped_n = np.isin(token_n, self._stop_S)
+        stopped_n = (token_n[:, None] == self._stop_S).any(1)
         ended_n = stopped_n | (self._count_B[row_n] >= self.limit)
         for row, stopped in zip(row_n[ended_n].tolist(), stopped_n[ended_n].tolist(), strict=True):
             request, self.running[row] = self.running[row], None

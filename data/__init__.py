@@ -3,6 +3,8 @@
     sources.py, hub.py          files and Hub datasets → records
     records.py, messages.py     a record of any layout → Conversation
     prompts.py, distill.py      a Conversation → a prompt, which the target answers
+    answering.py                what distillation asks of whatever answers; the target's own forward
+    answer_file.py              the file of answers: written one by one, continued, shared by processes
     chat.py                     a Conversation → token ids, and which of them are supervised (the mask). It renders the
                                 text (rendering.py), finds the answers in it (turns.py) and checks that nothing is
                                 missing (pieces.py)

@@ -163,13 +163,13 @@ class DistillConfig:
     top_k: int = 0
     #: Answers per prompt. More than one needs temperature > 0.
     samples_per_prompt: int = 1
-    #: Prompts decoded together.
+    #: Conversations decoded at a time. One that ended gives its place to the next.
     batch_size: int = 32
     #: Longest prompt that is answered. Longer ones are skipped and reported; null takes what the target's context
     #: allows.
     max_prompt_tokens: int | None = None
-    #: Seconds after which no further batch begins; null answers every prompt. The same command with more seconds goes
-    #: on. Batches then come in random order, not by length.
+    #: Seconds after which no further conversation begins; null answers every prompt. The same command with more seconds
+    #: goes on. Prompts then come in random order, not by length.
     max_seconds: float | None = None
     #: Share of the target's answers in the conversations that train, as `weight` of a source.
     weight: float | None = None

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from headstart.data.encoding import Ranks
 from headstart.data.features import Progress
-from headstart.data.prepare import Ranks
 from headstart.data.prompts import Prompt
 from headstart.data.records import Conversation, parse_record
 from headstart.data.sources import read_jsonl

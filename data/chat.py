@@ -55,7 +55,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The turns that share one text, which becomes one sample."""
 
     turns: list[Turn]
@@ -66,6 +66,10 @@ class _Part:
     @property
     def text(self) -> str:
         return self.turns[-1].text
+
+
+#: the samples of a conversation: texts that are to be tokenised, or what is encoded already
+Plan = Sequence[Part | Encoded]
 
 
 class ChatFormat:
@@ -143,36 +147,8 @@ class ChatFormat:
                 tokens are returned: enough to report that it is too long.
         Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
-        (encoded,) = self.encode_many([Request(messages, finish_reason, turns, tools, max_length)])
-        if isinstance(encoded, RefusedError):
-            raise encoded
-        return encoded
-
-    def encode_many(self, requests: Sequence[Request]) -> list[list[Encoded] | RefusedError]:
-        """What `encode` returns for each conversation, or the reason why it is refused; tokenised together.
-
-        Raises: TemplateError when the template can mask no conversation.
-        """
-        if not self._probed:
-            self._probed = True
-            try:
-                self.probe()
-            except RefusedError:
-                pass  # it may only want a system message or tools, which the data may have
-        plans = [self._parts(request) for request in requests]
-        parts = [part for plan in plans if isinstance(plan, list) for part in plan if isinstance(part, _Part)]
-        tokens = self.cutter.tokens([part.text for part in parts])
-        encoded: list[list[Encoded] | RefusedError] = []
-        for plan in plans:
-            if isinstance(plan, RefusedError):
-                encoded.append(plan)
-                continue
-            samples = [(part, next(tokens)) if isinstance(part, _Part) else (part, None) for part in plan]
-            try:
-                encoded.append([made for sample in samples for made in self._masked(*sample)])
-            except RefusedError as error:
-                encoded.append(error)
-        return encoded
+        plan = self.plan(Request(messages, finish_reason, turns, tools, max_length))
+        return self.finish(plan, list(self.cutter.tokens([part.text for part in plan if isinstance(part, Part)])))
 
     def probe(self) -> Encoded:
         """A plain question and answer, encoded; the answer has thoughts, where the template's prompt begins them.
@@ -183,7 +159,7 @@ class ChatFormat:
         failed: UnmaskableError | None = None
         for probe in (list(PROBE), [PROBE[0], {**PROBE[1], "reasoning_content": "Be brief."}]):
             try:
-                part = _Part(find_turns(self.renderer, probe, [1]), probe, "stop", ())
+                part = Part(find_turns(self.renderer, probe, [1]), probe, "stop", ())
                 (encoded,) = self._masked(part, next(self.cutter.tokens([part.text])))
             except UnmaskableError as error:
                 failed = failed or error
@@ -196,30 +172,45 @@ class ChatFormat:
             return encoded
         raise TemplateError(str(failed)) from failed
 
-    def _parts(self, request: Request) -> list[_Part | Encoded] | RefusedError:
-        """The texts of a conversation that become samples; encoded already where only the beginning counts."""
+    def plan(self, request: Request) -> Plan:
+        """The texts of a conversation that become samples; encoded already where only the beginning counts.
+
+        Raises: TemplateError as `encode` does.
+        """
+        if not self._probed:
+            self._probed = True
+            try:
+                self.probe()
+            except RefusedError:
+                pass  # it may only want a system message or tools, which the data may have
         messages, tools = self.renderer.prepared(request.messages), request.tools
         answers = answers_of(messages)
-        try:
-            wanted = answers if request.turns == "all" else answers[-1:]
-            supervised = self._turns(messages, wanted, tools)
-            groups: list[list[Turn]] = []
-            for turn in reversed(supervised):
-                if groups and _goes_on(turn, groups[-1][0]):
-                    groups[-1].append(turn)
-                else:
-                    groups.append([turn])
-            groups = [group[::-1] for group in reversed(groups)]
-            for group in groups:
-                require_pieces(messages, group, tools)
-        except RefusedError as error:
-            return error
+        supervised = self._turns(messages, answers if request.turns == "all" else answers[-1:], tools)
+        groups: list[list[Turn]] = []
+        for turn in reversed(supervised):
+            if groups and _goes_on(turn, groups[-1][0]):
+                groups[-1].append(turn)
+            else:
+                groups.append([turn])
+        groups = [group[::-1] for group in reversed(groups)]
+        for group in groups:
+            require_pieces(messages, group, tools)
         reasons = ["stop"] * (len(groups) - 1) + [request.finish_reason]
-        parts: list[_Part | Encoded] = []
+        parts: list[Part | Encoded] = []
         for group, reason in zip(groups, reasons, strict=False):
             beyond = None if request.max_length is None else self._beyond(group, request.max_length)
-            parts.append(beyond or _Part(group, messages, reason, tools))
+            parts.append(beyond or Part(group, messages, reason, tools))
         return parts
+
+    def finish(self, plan: Plan, tokens: Sequence[Tokens]) -> list[Encoded]:
+        """The samples of a plan.
+
+        Args: tokens: of each part's text.
+        Raises: TemplateError as `encode` does.
+        """
+        left = iter(tokens)
+        parts = ([part] if isinstance(part, Encoded) else self._masked(part, next(left)) for part in plan)
+        return [made for part in parts for made in part]
 
     def _turns(
         self, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]]
@@ -247,14 +238,11 @@ class ChatFormat:
         ids = self._head[1][: max_length + 1]
         return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
 
-    def _masked(self, part: _Part | Encoded, whole: Tokens | None) -> list[Encoded]:
+    def _masked(self, part: Part, whole: Tokens) -> list[Encoded]:
         """The sample of a part; and one more for each turn whose prompt alone has other ids.
 
         Args: whole: its text, tokenised.
         """
-        if isinstance(part, Encoded) or whole is None:
-            assert isinstance(part, Encoded)
-            return [part]
         starts = [[start for start, _ in turn.spans] for turn in part.turns]
         apart = self.cutter.starts(whole, part.text, starts)
         if apart and len(part.turns) > 1:
@@ -264,14 +252,14 @@ class ChatFormat:
             return [made for group in groups for made in self._cut(part, group)]
         return [self._mask(part, self.cutter.split(part.text, starts[0], whole) if apart else whole)]
 
-    def _cut(self, part: _Part, turns: list[Turn]) -> list[Encoded]:
+    def _cut(self, part: Part, turns: list[Turn]) -> list[Encoded]:
         """Samples of some turns of a part, in the text up to the end of the last of them."""
         text = part.text[: turns[-1].end]
         reason = part.finish_reason if turns[-1] is part.turns[-1] else "stop"
         own = replace(part, turns=[replace(turn, text=text) for turn in turns], finish_reason=reason)
         return self._masked(own, next(self.cutter.tokens([text])))
 
-    def _mask(self, part: _Part, tokens: Tokens) -> Encoded:
+    def _mask(self, part: Part, tokens: Tokens) -> Encoded:
         text, finish_reason = part.text, part.finish_reason
         spans = [(turn, start, end) for turn in part.turns for start, end in turn.spans]
         ids, turn_ids = tokens.ids, [-1] * len(tokens.ids)
@@ -323,6 +311,11 @@ def answers_of(messages: Sequence[Message]) -> list[int]:
     """
     asked = next((i for i, message in enumerate(messages) if message["role"] in ("user", "tool")), -1)
     return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
+
+
+def begins_with_answer(messages: Sequence[Message]) -> bool:
+    """Whether an assistant message comes before any question."""
+    return next((m["role"] for m in messages if m["role"] in ("assistant", "user", "tool")), "") == "assistant"
 
 
 def _goes_on(turn: Turn, following: Turn) -> bool:

@@ -23,10 +23,10 @@ from typing import Any
 from headstart.data.answer_file import NOT_ASKED, AnswerFile
 from headstart.data.answering import Answer, Answerer, OwnForward, Request, Requests
 from headstart.data.config import DistillConfig
+from headstart.data.encoding import ALONE, Ranks
 from headstart.data.features import Progress, silent
 from headstart.data.media import dropped_for, dropped_lines
 from headstart.data.messages import Message
-from headstart.data.prepare import ALONE, Ranks
 from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import TokenTurn, unread_note
 from headstart.data.rendering import RefusedError

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from headstart.data.chat import ChatFormat, Encoded, Request, answers_of
+from headstart.data.chat import begins_with_answer
 from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.encoding import ALONE, Encoder, Made, Ranks, encode_on_ranks
 from headstart.data.gather import Gathered, first_prompts
-from headstart.data.media import dropped_for, file_and_line
-from headstart.data.prompts import Chats
-from headstart.data.records import Conversation, TokenTurn, unread_note
+from headstart.data.media import file_and_line
+from headstart.data.records import Conversation, unread_note
 from headstart.data.rejects import Rejects
-from headstart.data.rendering import RefusedError
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.separate import separate
 from headstart.data.split import Split, prompt_key
-from headstart.heads.errors import DataError, HeadstartError
+from headstart.heads.errors import DataError
 
-T = TypeVar("T")
 #: beginning of a reason for dropping conversations → what helps
 REMEDIES = {
     "its answer was cut": "a larger data.distill.max_new_tokens cuts fewer answers",
@@ -34,12 +30,8 @@ REMEDIES = {
         "likewise); to train without, take it out of the records"
     ),
 }
-#: conversations that each rank encodes before the ranks exchange their results
-BLOCK = 256
 #: reason for dropping a conversation that the template wrote no answer of
 NOTHING = "no sample"
-#: reason for dropping a distillation's conversation whose first answer has no end
-CUT = "its answer was cut (data.distill.cut_answers=drop)"
 
 
 @dataclass
@@ -118,25 +110,6 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The processes of a launch, among which tokenising is divided.
-
-    Attributes:
-        rank, size: number of this process, and of all.
-        gather: takes a value of each process and returns the list of all, by rank. All processes must call it.
-    """
-
-    rank: int = 0
-    size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-
-
-ALONE = Ranks()
-#: tokens and turns, int32 [T], the finish reason, and the number of broken answers
-Tokens = tuple[np.ndarray, np.ndarray, str, int]
-
-
 def tokenize(
     conversations: Iterable[Conversation],
     tokenizer: Any,
@@ -151,14 +124,7 @@ def tokenize(
     """
     samples: list[Sample] = []
     report = TokenizeReport()
-    chats = Chats(tokenizer, stop_token_ids, dict(config.template_kwargs))
-
-    def encode(block: Sequence[Conversation]) -> list[list[Tokens] | str]:
-        return [
-            encoded if isinstance(encoded, str) else [_tokens(sample) for sample in encoded]
-            for encoded in _encode(block, chats, stop_token_ids, config)
-        ]
-
+    encode = Encoder(tokenizer, stop_token_ids, config)
     for conversation, encoded in encode_on_ranks(conversations, encode, ranks):
         report.conversations += 1
         for field_name in conversation.unread:
@@ -169,8 +135,7 @@ def tokenize(
             report.lost[conversation.source, encoded] += 1
             continue
         report.split += len(encoded) > 1
-        said = [message["role"] for message in conversation.messages].count("assistant")
-        report.greetings += not conversation.turns and said > len(answers_of(conversation.messages))
+        report.greetings += not conversation.turns and begins_with_answer(conversation.messages)
         made: list[Sample | str] = []
         for number, item in enumerate(encoded):
             name = conversation.id if len(encoded) == 1 else f"{conversation.id}/turn{number}"
@@ -180,112 +145,12 @@ def tokenize(
         if not whole:
             report.lost[conversation.source, str(made[0]) if made else NOTHING] += 1
     report.samples = len(samples)
-    report.template = sorted({note for notes in ranks.gather(chats.notes) for note in notes})
+    report.template = sorted({note for notes in ranks.gather(encode.notes) for note in notes})
     return samples, report
 
 
-def _tokens(encoded: Encoded) -> Tokens:
-    ids, turns = np.array(encoded.token_ids, np.int32), np.array(encoded.turn_ids, np.int32)
-    return ids, turns, encoded.finish_reason, encoded.broken
-
-
-def _encode(
-    conversations: Sequence[Conversation], chats: Chats, stop_token_ids: Sequence[int], config: DataConfig
-) -> list[list[Encoded] | str]:
-    """The samples of each conversation, or the reason why it cannot be trained on."""
-    made: list[list[Encoded] | str] = [""] * len(conversations)
-    groups: dict[int, tuple[ChatFormat, list[int]]] = {}  # those that share a format are tokenised together
-    for number, conversation in enumerate(conversations):
-        if conversation.media is not None:
-            made[number] = dropped_for(conversation.media)
-        elif conversation.turns:
-            turns = conversation.turns if config.distill.cut_answers == "keep" else _whole_turns(conversation)
-            made[number] = encode_token_turns(turns, stop_token_ids, config.turns) if turns else CUT
-        elif not answers_of(conversation.messages):
-            made[number] = "no assistant answer"
-        else:
-            chat = chats.of(conversation)
-            groups.setdefault(id(chat), (chat, []))[1].append(number)
-    for chat, numbers in groups.values():
-        requests = [
-            Request(row.messages, row.finish_reason, config.turns, row.tools, config.max_length)
-            for row in (conversations[number] for number in numbers)
-        ]
-        for number, encoded in zip(numbers, chat.encode_many(requests), strict=True):
-            made[number] = encoded.reason if isinstance(encoded, RefusedError) else encoded
-    return made
-
-
-def encode_on_ranks(
-    conversations: Iterable[Conversation], encode: Callable[[Sequence[Conversation]], list[T]], ranks: Ranks
-) -> Iterator[tuple[Conversation, T]]:
-    """Every conversation with its result of `encode`, in order. Each rank encodes a part of every block.
-
-    Where ranks fail, all raise the error that one process alone would have met first.
-    Raises: DataError when the ranks do not read the same conversations.
-    """
-    rows = iter(conversations)
-    while True:
-        block: list[Conversation] = []
-        failed: tuple[int, int, Exception] | None = None  # conversation, rank, error
-        try:
-            block.extend(islice(rows, BLOCK * ranks.size))  # keeps those before one that cannot be read
-        except Exception as error:
-            failed = len(block), ranks.rank, error
-        made, wrong = _encode_block(encode, block[ranks.rank :: ranks.size])
-        if wrong is not None:
-            failed = ranks.rank + len(made) * ranks.size, ranks.rank, wrong
-        if ranks.size == 1:
-            yield from zip(block, made, strict=False)
-            if failed is not None:
-                raise failed[2]
-            if not block:
-                return
-            continue
-        # without `where`: the file may have another path on another machine
-        read = zlib.crc32(repr([replace(row, where="") for row in block]).encode("utf-8", "replace"))
-        parts = ranks.gather((made, _portable(failed), len(block), read))
-        failures = [part[1] for part in parts if part[1] is not None]
-        if failures:
-            number, rank, shown = min(failures, key=lambda failure: failure[:2])
-            raise failed[2] if failed is not None and rank == ranks.rank else shown
-        if len({part[2:] for part in parts}) > 1:
-            raise DataError(
-                f"data.sources: found other conversations on some ranks than on others ({[p[2] for p in parts]} of a "
-                "block), expected the same files and datasets on every machine"
-            )
-        if not block:
-            return
-        for number, conversation in enumerate(block):
-            yield conversation, parts[number % ranks.size][0][number // ranks.size]
-
-
-def _encode_block(
-    encode: Callable[[Sequence[Conversation]], list[T]], block: Sequence[Conversation]
-) -> tuple[list[T], Exception | None]:
-    """The results of a block; where that fails, those before the first conversation that fails alone, and its error."""
-    try:
-        return encode(block), None
-    except Exception:
-        made: list[T] = []
-        for conversation in block:
-            try:
-                made += encode([conversation])
-            except Exception as error:
-                return made, error
-        return made, None
-
-
-def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exception] | None:
-    """A failure as other ranks raise it: our own errors unchanged, others as a DataError."""
-    if failed is None or isinstance(failed[2], HeadstartError):
-        return failed
-    number, rank, error = failed
-    return number, rank, DataError(f"rank {rank} failed: {type(error).__name__}: {error}")
-
-
 def _sample(
-    name: str, item: Tokens, conversation: Conversation, config: DataConfig, report: TokenizeReport
+    name: str, item: Made, conversation: Conversation, config: DataConfig, report: TokenizeReport
 ) -> Sample | str:
     """The sample, or the reason for which it is dropped."""
     tokens, turns, finish, broken = item
@@ -296,7 +161,7 @@ def _sample(
         if len(tokens) and (turns[config.max_length :] >= 0).any():
             finish = "length"
         tokens, turns = tokens[: config.max_length], turns[: config.max_length]
-    supervised = int((turns >= 0).sum())
+    supervised = int(np.count_nonzero(turns >= 0))
     if supervised < config.min_supervised:
         cut = " within max_length" if whole > config.max_length else ""
         return report.drop(f"fewer than min_supervised={config.min_supervised} supervised tokens{cut}", name)
@@ -310,40 +175,6 @@ def _sample(
     meta: dict[str, Any] = {"conversation": conversation.id, "task": conversation.task, "source": conversation.source}
     meta["prompt_key"] = prompt_key(conversation)
     return Sample(name, tokens, turns, finish, meta)
-
-
-def _whole_turns(conversation: Conversation) -> tuple[TokenTurn, ...]:
-    """The answers of a distillation before the first that was cut; all of any other conversation."""
-    turns = conversation.turns
-    cut = next((number for number, turn in enumerate(turns) if turn.finish_reason == "length"), len(turns))
-    return turns[:cut] if "sampling" in conversation.meta else turns
-
-
-def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int], which: str = "all") -> list[Encoded]:
-    """Samples made of the token ids themselves. A turn shares a sample with the next one if that one's prompt begins
-    with it.
-
-    Nothing after the first stop token of an answer is supervised.
-    """
-    stops = frozenset(stop_token_ids)
-    groups: list[list[TokenTurn]] = []
-    for turn in turns if which == "all" else turns[-1:]:
-        previous = groups[-1][-1] if groups else None
-        whole = previous.prompt_ids + previous.response_ids if previous else ()
-        if previous and turn.prompt_ids[: len(whole)] == whole:
-            groups[-1].append(turn)
-        else:
-            groups.append([turn])
-    encoded = []
-    for group in groups:
-        ids = [*group[-1].prompt_ids, *group[-1].response_ids]
-        turn_ids = [-1] * len(ids)
-        for number, turn in enumerate(group):
-            first = len(turn.prompt_ids)
-            length = next((i + 1 for i, x in enumerate(turn.response_ids) if x in stops), len(turn.response_ids))
-            turn_ids[first : first + length] = [number] * length
-        encoded.append(Encoded(ids, turn_ids, group[-1].finish_reason))
-    return encoded
 
 
 @dataclass

@@ -147,7 +147,7 @@ class Chats:
 
     def of(self, record: Templated) -> ChatFormat:
         """The format for a record. Raises TemplateError when the tokenizer has no template."""
-        key = json.dumps(record.template_kwargs, sort_keys=True)
+        key = json.dumps(record.template_kwargs, sort_keys=True) if record.template_kwargs else ""
         if key not in self._made:
             if len(self._made) >= 64:  # some variable, such as a date, differs from record to record
                 self._made.clear()

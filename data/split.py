@@ -37,6 +37,10 @@ LARGEST = 1.5
 SHORTEST_COPY = 16
 
 
+#: made once: json.dumps would make an encoder for every prompt
+_as_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True, default=str).encode
+
+
 def prompt_key(conversation: Conversation) -> str:
     """Hash of all messages before the first answer, with white space folded.
 
@@ -50,8 +54,7 @@ def prompt_key(conversation: Conversation) -> str:
     for message in opening(conversation.messages):
         content = message.get("content")
         prompt.append({**message, "content": " ".join(content.split()) if isinstance(content, str) else content})
-    text = json.dumps(prompt, ensure_ascii=False, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(_as_json(prompt).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 @dataclass

@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from headstart.data.config import SourceConfig
+from headstart.data.encoding import ALONE, Ranks
 from headstart.data.own_choice import OwnChoice
-from headstart.data.prepare import ALONE, PreparedData, Ranks
+from headstart.data.prepare import PreparedData
 from headstart.data.prepare import prepare as tokenise
 from headstart.data.records import opening
 from headstart.data.samples import Sample, supervise_everything

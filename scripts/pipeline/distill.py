@@ -7,7 +7,7 @@ from typing import Any
 from headstart.data import distill as distillation
 from headstart.data.answer_file import parts_of
 from headstart.data.answering import Answerer, OwnForward
-from headstart.data.prepare import ALONE, Ranks
+from headstart.data.encoding import ALONE, Ranks
 from headstart.data.rejects import Rejects
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect

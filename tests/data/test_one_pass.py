@@ -8,7 +8,10 @@ import pytest
 from chat_templates import TEMPLATES, word_tokenizer
 from test_chat_linear import WEATHER, conversation, make
 
-from headstart.data.chat import ChatFormat, Request
+from headstart.data import encoding
+from headstart.data.chat import ChatFormat
+from headstart.data.config import DataConfig
+from headstart.data.records import Conversation, TokenTurn
 from headstart.data.rendering import RefusedError, Renderer
 from headstart.data.turns import turn_at, turns_in_one_pass
 
@@ -128,21 +131,35 @@ def test_the_first_conversation_of_a_kind_is_rendered_both_ways(monkeypatch):
     assert chat.encode(MESSAGES) == expected and not chat.renderer.proven
 
 
-def test_many_conversations_at_once_are_encoded_as_one_by_one():
-    """Refused ones keep their places and reasons, whatever stands beside them."""
-    for family in ("chatml", "qwen3", "gemma", "tagged", "plain"):
-        chat, rng = make(family, "bytes"), random.Random(family)
-        rows = [conversation(rng, family, rng.choice((1, 2, 5))) for _ in range(30)]
-        rows[7] = rows[11] = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}, MESSAGES[1]]
-        requests = [Request(row, rng.choice(("stop", "length")), rng.choice(("all", "last"))) for row in rows]
-        made = chat.encode_many(requests)
-        for request, encoded in zip(requests, made, strict=True):
-            try:
-                alone = ChatFormat(chat.tokenizer, list(chat.stop_token_ids)).encode(
-                    request.messages, request.finish_reason, request.turns
-                )
-            except RefusedError as error:
-                assert isinstance(encoded, RefusedError) and str(encoded) == str(error)
-                continue
-            assert encoded == alone
-        assert (family == "gemma") == any(isinstance(encoded, RefusedError) for encoded in made)
+@pytest.mark.parametrize("threads", ["true", "false"])
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "gemma", "tagged", "plain"])
+def test_many_conversations_at_once_are_encoded_as_one_by_one(monkeypatch, family, threads):
+    """Refused ones keep their places and reasons, whatever stands beside them and however many are rendered ahead."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+    monkeypatch.setattr(encoding, "BATCH", 300)
+    chat, rng = make(family, "bytes"), random.Random(family)
+    stops, config = list(chat.stop_token_ids), DataConfig(turns=rng.choice(("all", "last")))
+    rows = [
+        Conversation(str(n), tuple(conversation(rng, family, rng.choice((1, 2, 5)))), rng.choice(("stop", "length")))
+        for n in range(40)
+    ]
+    system = {"role": "system", "content": "Be kind"}
+    rows[7] = rows[11] = Conversation("refused", (system, *MESSAGES[:2]))  # by Gemma's template
+    rows[20], rows[21] = Conversation("unanswered", (MESSAGES[0],)), Conversation("seen", (), media="images")
+    rows[30] = Conversation("tokens", (), turns=(TokenTurn((5, 6), (7, stops[0] if stops else 8)),))
+    rows[33] = Conversation("variables", rows[3].messages, template_kwargs={"unused": 1})
+    made = list(encoding.Encoder(chat.tokenizer, stops, config)(iter(rows)))
+    assert [row for row, _ in made] == rows
+    for row, samples in made:
+        if row.id in ("unanswered", "seen", "tokens"):
+            assert isinstance(samples, str) == (row.id != "tokens")
+            continue
+        try:
+            alone = ChatFormat(chat.tokenizer, stops).encode(row.messages, row.finish_reason, config.turns)
+        except RefusedError as error:
+            assert samples == error.reason
+            continue
+        assert [(ids.tolist(), turns.tolist(), *more) for ids, turns, *more in samples] == [
+            (sample.token_ids, sample.turn_ids, sample.finish_reason, sample.broken) for sample in alone
+        ]
+    assert (family == "gemma") == any(row.id == "refused" and isinstance(samples, str) for row, samples in made)

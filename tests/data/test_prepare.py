@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
-from headstart.data.prepare import encode_token_turns, prepare, tokenize
+from headstart.data.encoding import encode_token_turns
+from headstart.data.prepare import prepare, tokenize
 from headstart.data.records import Conversation, TokenTurn
 from headstart.data.samples import Sample, require_supervised, token_counts
 from headstart.data.sources import load_conversations

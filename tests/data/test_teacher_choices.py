@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from headstart.data import teacher_choices
+from headstart.data.encoding import Ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
-from headstart.data.prepare import Ranks
 from headstart.data.samples import Sample, supervise_everything
 from headstart.data.teacher_choices import count_votes
 from headstart.heads.batch import FeatureSpec

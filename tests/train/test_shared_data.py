@@ -12,7 +12,7 @@ import torch.distributed as dist
 from chat_templates import TEMPLATES, word_tokenizer
 from train_fakes import on_two_ranks
 
-from headstart.data import prepare as preparing
+from headstart.data import encoding
 from headstart.data.chat import ChatFormat
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
@@ -37,15 +37,15 @@ def write(path: Path, count: int = COUNT, broken: int | None = None) -> DataConf
 
 def outcome(config: DataConfig) -> dict:
     """What a rank prepares, or the error that it raises, and how many conversations it encoded itself."""
-    tokenizer, encoded, encode = word_tokenizer(TEMPLATE, "<|im_end|>"), [], ChatFormat.encode
+    tokenizer, encoded, plan = word_tokenizer(TEMPLATE, "<|im_end|>"), [], ChatFormat.plan
 
-    def counting(chat, messages, *arguments):
-        encoded.append(messages)
-        if "poison" in str(messages):
+    def counting(chat, request):
+        encoded.append(request.messages)
+        if "poison" in str(request.messages):
             raise ZeroDivisionError("poisoned")
-        return encode(chat, messages, *arguments)
+        return plan(chat, request)
 
-    with mock.patch.object(preparing, "BLOCK", 4), mock.patch.object(ChatFormat, "encode", counting):
+    with mock.patch.object(encoding, "BLOCK", 4), mock.patch.object(ChatFormat, "plan", counting):
         try:
             made = prepare(config, tokenizer, [tokenizer.eos_token_id], ranks=all_ranks())
         except Exception as error:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headstart.data.prepare import Ranks
+from headstart.data.encoding import Ranks
 from headstart.heads.errors import HeadstartError, StorageError, TrainingError
 from headstart.heads.files import explain_disk
 

@@ -224,6 +224,8 @@ def _list_skipped(out: Path, skipped: dict[str, str], finished: Mapping[str, str
     skipped |= {name: cause for name, cause in finished.items() if cause is not None}
     if skipped:
         write_json(place, skipped)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _make_jobs(

@@ -61,11 +61,14 @@ class ServerAnswerer(Answerer):
 
     @property
     def decides(self) -> Mapping[str, Any]:
-        """The servers' precision and kernels are not known, so their answers do not continue those made in process."""
+        """The servers' precision and kernels are not known, so their answers do not continue those made in process.
+
+        More samples per prompt keep those that are there: the hashes of requests tell samples apart.
+        """
         logprobs = {"top_logprobs": self.config.top_logprobs} if self.config.top_logprobs else {}
         target = self.target.config
         name = target.name if target.revision is None else f"{target.name}@{target.revision}"
-        return {"weights": None, "dtype": None, "answered_by": f"servers of {name}", **logprobs}
+        return {"weights": None, "dtype": None, "samples": None, "answered_by": f"servers of {name}", **logprobs}
 
     def adopt(self, out: Path, first: Sequence[tuple[Request, Prompt]], progress: Progress) -> None:
         """See found.adopt."""

@@ -18,6 +18,7 @@ from headstart.data.serving.pool import REFUSED, Server
 from headstart.data.serving.reply import read_reply
 from headstart.heads.errors import ConfigError, TemplateError
 from headstart.heads.targets.target import Target
+from headstart.heads.targets.template_date import shown_date
 
 
 def connect(target: Target, config: DistillConfig, template_kwargs: Mapping[str, Any] | None = None) -> list[Server]:
@@ -113,3 +114,11 @@ def _ask_once(server: Server, target: Target, config: DistillConfig, template_kw
             f"the server is ({server.where}.engine)"
         ) from error
     require_same_prompt(server, request, reply, target.tokenizer)
+    date = shown_date(target.tokenizer)
+    if reply.prompt_ids is None:
+        server.notes.append("prompts are compared by their number of tokens, since it does not return them")
+        if date is not None:
+            server.notes.append(
+                f"whether its template shows the date {date} (target.template_date) cannot be seen: start it with a "
+                "template in which the date is written out"
+            )

@@ -85,8 +85,9 @@ def _cause(
     if date is not None and _near_date(ours, theirs, tokenizer, date):
         return (
             f"the template shows the date, here {date} (target.template_date)",
-            "set target.template_date to the day that the server shows, or start the server with a template in which "
-            "the date is written out; a server that shows today's date gives other prompts tomorrow",
+            "set target.template_date to the day that the server shows, give the date as a variable where the template "
+            "takes one (data.template_kwargs={date_string: …}), or start the server with a template in which it is "
+            "written out; a server that shows today's date gives other prompts tomorrow",
         )
     if request.template_kwargs:
         given = ", ".join(request.template_kwargs)

@@ -63,8 +63,10 @@ class Server:
         usable_at: clock reading until which it is left alone.
         failures: in a row.
         failing_since: clock reading of the first of them.
+        aside: whether it is set aside.
         down: whether it failed for longer than is waited for.
         cause: of the last failure.
+        notes: what people should know of it.
     """
 
     def __init__(self, where: str, connection: Connection, model: str, engine: str, concurrency: int):
@@ -76,6 +78,7 @@ class Server:
         self.failing_since: float | None = None
         self.aside = self.down = False
         self.cause = ""
+        self.notes: list[str] = []
 
     @property
     def url(self) -> str:
@@ -83,7 +86,8 @@ class Server:
 
     def describe(self) -> str:
         """What it is, for people."""
-        return f"{self.url} ({TABLE[self.engine].title}) serves {self.model}, {self.concurrency} requests at once"
+        what = f"{self.url} ({TABLE[self.engine].title}) serves {self.model}, {self.concurrency} requests at once"
+        return "; ".join([what, *self.notes])
 
     def has_room(self, now: float) -> bool:
         """Whether it may get a request now. While it is set aside, one request at a time tries it."""
@@ -219,7 +223,7 @@ class Pool:
                     return Outcome(asked.tag, None, server, f"failed {tries} times; the last time: {first_line(error)}")
                 last = server
             else:
-                self._succeeded(server)
+                self._succeeded(server, sent_at)
                 return Outcome(asked.tag, reply, server)
             finally:
                 server.in_flight -= 1
@@ -321,7 +325,9 @@ class Pool:
                 f"{server.url} has not answered for {since:.0f} s; others go on, and it is tried now and then"
             )
 
-    def _succeeded(self, server: Server) -> None:
+    def _succeeded(self, server: Server, sent_at: float) -> None:
+        if sent_at < server.failed_at:
+            return  # it was sent before the last failure, so it says nothing of the server as it is now
         if server.aside or server.down:
             self._said.put(f"{server.url} answers again")
         server.failures, server.failing_since, server.usable_at = 0, None, float("-inf")

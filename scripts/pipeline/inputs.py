@@ -130,8 +130,11 @@ def answered(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def kept(inputs: dict[str, Any]) -> dict[str, Any]:
     """The part of distillation's inputs that may not change while it goes on. Through servers, answers are found by
-    what was asked, so other prompts keep those that they still ask for."""
-    return identity.without(answered(inputs), "prompts") if inputs["settings"].get("servers") else answered(inputs)
+    what was asked, so other prompts and other numbers of samples keep those that are still asked for."""
+    same = answered(inputs)
+    if not inputs["settings"].get("servers"):
+        return same
+    return {**identity.without(same, "prompts"), "settings": identity.without(same["settings"], "samples_per_prompt")}
 
 
 def lasting(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_run import weightless
 from openai_server import Serving, State
 from serving_help import FAST, read
 
@@ -28,13 +29,9 @@ def state(tokenizer: Any, target: Any) -> Any:
 
 
 @pytest.fixture
-def target_with(target: Any) -> Any:
-    """target_with(tokenizer) → a target with another tokenizer."""
-
-    def make(tokenizer: Any) -> Target:
-        return Target.from_model(target.model, tokenizer, target.config)
-
-    return make
+def target_with() -> Any:
+    """target_with(tokenizer) → a target without weights and with another tokenizer."""
+    return weightless
 
 
 @pytest.fixture

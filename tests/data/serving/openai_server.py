@@ -30,6 +30,15 @@ def answer_to(question: str) -> str:
     return "Hello there" + "".join("-" + letter for letter in reversed(question) if letter.isdigit()) + "."
 
 
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a request as servers give it to the template: `arguments` are JSON text on the wire only."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
 @dataclass
 class State:
     """What a server is like, and what it was asked.
@@ -75,8 +84,9 @@ class State:
     def render(self, body: dict[str, Any]) -> list[int]:
         if "messages" not in body:
             return list(body["prompt"])
+        messages = [_with_objects(message) for message in body["messages"]]
         return self.tokenizer.apply_chat_template(
-            body["messages"], tools=body.get("tools"), add_generation_prompt=True, return_dict=False,
+            messages, tools=body.get("tools"), add_generation_prompt=True, return_dict=False,
             **body.get("chat_template_kwargs", {}),
         )  # fmt: skip
 

@@ -12,7 +12,8 @@ from serving_help import digits, prompts_of
 from headstart.data.answering import Request
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.prepare import tokenize
-from headstart.data.prompts import Prompt
+from headstart.data.prompts import Prompt, prompt_of
+from headstart.data.records import parse_record
 from headstart.data.serving.answerer import request_hash
 from headstart.data.sources import load_conversations
 
@@ -144,6 +145,24 @@ def test_tool_calls_are_kept_with_their_finish_reason(ask_target, target_with):
     )
     whole = record["prompt_token_ids"] + record["response_token_ids"]
     assert whole == rendered[: len(whole)] and whole[-1] == target.stop_token_ids[0]
+
+
+def test_tool_turns_before_the_question_are_kept(ask_target, target_with):
+    target = target_with(word_tokenizer(TEMPLATES["tools"], "<|im_end|>"))
+    call = {"id": "one", "type": "function", "function": {"name": "think", "arguments": {"two": "three"}}}
+    talk = [
+        user("Hi"), {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "one", "content": "fine"},
+    ]  # fmt: skip
+    prompt = prompt_of(parse_record({"id": "p", "messages": talk, "tools": [TOOL]}, "here", "p"), "each")
+    one = State(target.tokenizer, target.stop_token_ids[0], answer=lambda messages: {"content": "Bye."})
+    with serving(one) as servers:
+        record = ask_target(target, servers, [prompt])["p"]
+    sent = one.asked[0][1]
+    assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"two": "three"}'  # text on the wire
+    assert sent["messages"][2] == talk[2] and sent["tool_choice"] == "none"
+    assert record["messages"] == [*talk, assistant("Bye.")]
+    assert record["prompt_token_ids"] == prompt_ids(target.tokenizer, *talk, tools=[TOOL])
 
 
 def test_a_filtered_answer_counts_as_cut(state, ask, target):

@@ -9,6 +9,7 @@ from openai_server import answer_to, serving
 from serving_help import FAST, digits, prompts_of
 
 from headstart.data.serving.http import retry_after
+from headstart.data.serving.pool import Patience, Pool
 from headstart.heads.errors import ServerError
 
 #: name → what a request's first try meets
@@ -87,6 +88,7 @@ def test_a_request_that_fails_everywhere_is_skipped_with_its_reason_and_asked_in
         for script in scripts:
             script.clear()
         check(ask(servers, prompts_of(8)), 8)
+    assert not (tmp_path / "out.jsonl.skipped.json").exists()
     both = one.counts() + two.counts()
     assert both[digits(3)] == FAST.tries + 1 and all(both[digits(n)] == 1 for n in range(8) if n != 3)
 
@@ -128,6 +130,22 @@ def test_a_server_that_asks_for_time_gets_it(state, ask):
         check(ask(servers, prompts_of(4), concurrency=1), 4)
     (busy,) = [n for n, (question, _) in enumerate(one.asked[:-1]) if question == digits(0)][:1]
     assert one.times[busy + 1] - one.times[busy] >= 0.99
+
+
+def test_a_server_that_asks_for_time_gets_it_from_all_requests(state, ask):
+    """Two are in flight: one is told to wait, the other is answered later, which does not end the wait."""
+    one = state(faults={digits(0): [("status", 429, {"Retry-After": "1"})], digits(1): [("stall", 0.3)]})
+    with serving(one) as servers:
+        check(ask(servers, prompts_of(4), concurrency=2), 4)
+    assert {question for question, _ in one.asked[:2]} == {digits(0), digits(1)}
+    assert one.times[2] - one.times[0] >= 0.99
+
+
+def test_waits_double_with_chance_and_have_a_bound():
+    pool = Pool([], Patience(first_s=1.0, longest_s=8.0), print)
+    waits = [[pool._wait(count) for _ in range(200)] for count in (1, 2, 3, 4, 9)]
+    for found, middle in zip(waits, (1, 2, 4, 8, 8), strict=True):
+        assert 0.5 * middle <= min(found) < 0.6 * middle and 1.4 * middle < max(found) <= 1.5 * middle
 
 
 def test_a_wait_is_read_as_seconds_or_a_date():

@@ -55,6 +55,15 @@ def test_two_prompts_that_ask_the_same_have_an_answer_each(state, ask, tmp_path)
     assert one.counts() == {digits(1): 3}
 
 
+def test_more_samples_ask_only_those(state, ask):
+    one, drawn = state(), {"temperature": 0.7}
+    with serving(one) as servers:
+        ask(servers, prompts_of(3), **drawn)
+        records = ask(servers, prompts_of(3), samples_per_prompt=3, **drawn)
+    assert sorted(records) == [f"p{number}/sample{sample}" for number in range(3) for sample in range(3)]
+    assert len(one.asked) == len({body["seed"] for _, body in one.asked}) == 9
+
+
 def test_other_settings_move_all_answers_aside(state, ask, tmp_path):
     """A greedy answer does not depend on the seed; a longer one is another."""
     one = state()

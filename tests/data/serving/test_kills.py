@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from killed_run import distil_in_child
+from light_run import distil_in_child
 from openai_server import answer_to, serving
 from serving_help import digits, read
 
@@ -25,7 +25,7 @@ def test_twenty_kills(state, tmp_path, monkeypatch):
     """Every third prompt has two questions. A conversation that was in flight begins again, the others do not."""
     rng, context = random.Random(5), multiprocessing.get_context("forkserver")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    context.set_forkserver_preload(["killed_run"])  # torch and transformers are imported once
+    context.set_forkserver_preload(["light_run"])  # torch and transformers are imported once
     out, one, kills = tmp_path / "out.jsonl", state(latency=0.02), 0
     with serving(one) as (server,):
 

@@ -1,8 +1,9 @@
-"""A distillation through a server in a process that will be killed. The process imports this module by its name."""
+"""A target without weights, and a distillation through a server in a process that may be killed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from chat_templates import TEMPLATES, word_tokenizer
@@ -17,16 +18,15 @@ from headstart.data.serving.connect import connect
 from headstart.heads.targets.target import Target, TargetConfig
 
 
-def weightless(name: str = "tiny") -> Target:
-    """A target of the readable tokenizer, without weights: servers answer for it."""
-    tokenizer = word_tokenizer(TEMPLATES["chatml"], "<|im_end|>")
+def weightless(tokenizer: Any) -> Target:
+    """A target without weights: servers answer for it."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    return Target(model, tokenizer, TargetConfig(name=name))
+    return Target(model, tokenizer, TargetConfig(name="tiny"))
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -35,7 +35,7 @@ def prompts_of(count: int) -> list[Prompt]:
 
 
 def distil_in_child(url: str, out: str, prompts: int, concurrency: int) -> None:
-    target = weightless()
+    target = weightless(word_tokenizer(TEMPLATES["chatml"], "<|im_end|>"))
     config = DistillConfig(servers=[ServerConfig(url, concurrency=concurrency)], max_new_tokens=32)
     answerer = ServerAnswerer(target, config, connect(target, config), patience=FAST)
     distill(target, prompts_of(prompts), config, Path(out), answerer=answerer)

@@ -188,7 +188,8 @@ class _Places:
         loop.aside()
         preparing = loop.prepare_s
         seed_1 = None if self.seeds is None else self.seeds[number : number + 1]
-        token = loop.admit(row, self.contexts[number], record.limits[number], record.stops[number], seed_1)
+        given = [self.contexts[number]], [record.limits[number]], [record.stops[number]]
+        (token,) = loop.admit_rows([row], *given, seed_1)
         synchronize(device)
         waited = time.perf_counter() - began
         seconds = waited - (loop.prepare_s - preparing)

@@ -160,14 +160,6 @@ class Loop:
             self.drafter.start(context, engine.capacity)
         self.scheduler.start(context)
 
-    def admit(self, row: int, context: list[int], limit: int, stops: set[int], seed_1: Tensor | None = None) -> int:
-        """Give the place of a row that ended to another context, between two cycles.
-
-        Args: seed_1: the row's seed, where rows draw by seeds.
-        Returns: its first token, for which the host waits.
-        """
-        return self.admit_rows([row], [context], [limit], [stops], seed_1)[0]
-
     @torch.inference_mode()
     def admit_rows(
         self,

@@ -92,11 +92,13 @@ class SizedDrafter(Protocol):
             the whole one. Drafts that are drawn have the same distribution, but not always the same random numbers.
         levels, nodes: that the next proposal has at most, 1 or more; None = all. What a drafter does not obey, the loop
             cuts.
+        levels_before: levels that the cycle before drafted at most; None = any number.
     """
 
     by_level: bool
     levels: int | None
     nodes: int | None
+    levels_before: int | None
 
 
 @runtime_checkable

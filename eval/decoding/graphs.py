@@ -106,7 +106,7 @@ def uncaptured_cycles(loop: Loop, refill: Refill = never) -> Generator[Table, No
     scheduler = loop.scheduler
     time_shapes(loop)
     while True:
-        loop.take(scheduler.next_shape())
+        loop.take(loop.next_shape())
         table = loop.read(loop.verify())
         said = scheduler.said
         try:
@@ -289,7 +289,7 @@ class _Captured:
 
     def _launch(self, loop: Loop, number: int) -> _Cycle:
         """Launch a cycle of the shape that the scheduler wants now. Args: number: of the cycle."""
-        cycle = self.cycles[loop.scheduler.next_shape()]
+        cycle = self.cycles[loop.next_shape()]
         # plain cycles follow others for good, so a rule that was used once stays the rule
         loop.rule = cycle.rule or loop.rule
         cycle.launch(number % ENDS, self.ends[number % ENDS])

@@ -5,6 +5,9 @@ Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, S stop
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -65,6 +68,8 @@ class Loop:
         self.seeds_B, self.scheduler = seeds_B, scheduler
         self.spec = None if drafter is None else drafter.spec
         self.shape, self.places = CycleShape(), 0
+        # that the latest cycle drafted
+        self._levels: float = 0
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
@@ -121,6 +126,16 @@ class Loop:
         self.scheduler.prepare(shape)
         if self.drafts and isinstance(self.drafter, SizedDrafter):
             self.drafter.levels, self.drafter.nodes = shape.levels, shape.nodes
+            self.drafter.levels_before = None if shape.says else shape.levels
+
+    def next_shape(self) -> CycleShape:
+        """The shape that the scheduler wants for the next cycle, or the same that says how sure the drafts are."""
+        shape = self.scheduler.next_shape()
+        levels = math.inf if shape.levels is None else shape.levels
+        if not shape.says and self._levels > levels:
+            shape = replace(shape, says=True)
+        self._levels = levels
+        return shape
 
     def choose_ways(self) -> None:
         """Choose the fastest kernels for the matrix products of a cycle of this shape (CUDA only), after one ran."""

@@ -27,7 +27,8 @@ class CycleShape:
         rows: roots and nodes that the target's forward computes, over the whole batch; every root is one of them.
             None: all nodes.
         says: whether the scheduler gets to know how sure the drafts are. Not saying it saves time. False only where
-            `rows` is None.
+            `rows` is None, and only after a cycle that drafted no more levels: the drafter then reads fewer rows. The
+            loop takes the same shape that says it after others, so `Scheduler.shapes` has both.
     """
 
     levels: int | None = None

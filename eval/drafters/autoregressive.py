@@ -48,8 +48,6 @@ class AutoregressiveDrafter(CachedDrafter):
         self.dynamic = tree.kind == "dynamic"
         self.depth = tree.depth
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
-        #: most rows of a commit: the root and one node per level
-        self.width = tree.depth + 1
 
     @property
     def confidence_source(self) -> str:
@@ -81,7 +79,11 @@ class AutoregressiveDrafter(CachedDrafter):
         # the next token of every row but the last is known; the last row waits for the root
         known_B = context.count_B - 1
         self._read_context(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
-        self._hold(context.at(known_B[:, None]))
+        last = context.at(known_B[:, None])
+        # the state of a captured cycle keeps its shape, however many rows wait
+        self.pending_BJ = F.pad(last.tokens_BJ, (0, self.depth))
+        self.pending_g_BJH = F.pad(self._fuse(last, slice(None)), (0, 0, 0, self.depth))
+        self.pending_B = last.count_B
 
     def _make_step(self, slots: int) -> DraftStep:
         return DraftStep(self.head, slots)
@@ -96,12 +98,26 @@ class AutoregressiveDrafter(CachedDrafter):
 
     def _hold(self, rows: Rows) -> None:
         """Keep rows for the next `propose`: their last one lacks its next token, the root."""
-        missing = self.width - rows.tokens_BJ.shape[1]
-        self.pending_BJ, self.pending_g_BJH = rows.tokens_BJ, self._fuse(rows, slice(None))
-        if missing:
-            self.pending_BJ = F.pad(self.pending_BJ, (0, missing))
-            self.pending_g_BJH = F.pad(self.pending_g_BJH, (0, 0, 0, missing))
-        self.pending_B = rows.count_B
+        tokens_BJ, g_BJH, count = rows.tokens_BJ, self._fuse(rows, slice(None)), rows.tokens_BJ.shape[1]
+        if count <= self.depth:
+            # columns behind them are not read: those of earlier rows fill the state, with one launch each
+            tokens_BJ = torch.cat((tokens_BJ, self.pending_BJ[:, count:]), 1)
+            g_BJH = torch.cat((g_BJH, self.pending_g_BJH[:, count:]), 1)
+        self.pending_BJ, self.pending_g_BJH, self.pending_B = tokens_BJ, g_BJH, rows.count_B
+
+    @property
+    def width(self) -> int:
+        """Most rows that wait for the next `propose`: a root and one node per level of the cycle before."""
+        return 1 + (self.depth if self.levels_before is None else min(self.levels_before, self.depth))
+
+    def _line_up(self, roots_B: Tensor) -> tuple[Lined, Tensor]:
+        """The rows that wait, and their features [B, W, H]."""
+        width = self.width
+        lined = line_up(
+            self.pending_BJ[:, :width], self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth
+        )
+        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
+        return lined, self.pending_g_BJH[:, :width]
 
     def _fuse(self, rows: Rows, columns: slice) -> Tensor:
         hidden, streams = rows.hidden_BJD, rows.streams_BJkD
@@ -111,10 +127,9 @@ class AutoregressiveDrafter(CachedDrafter):
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
-        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
+        lined, g_BWH = self._line_up(roots_B)
         visibility = Visibility(lined.position_BW, lined.write_BW, self.length_B)
-        g_B1H, logits_B1U = self._pass(lined.tokens_BW, self.pending_g_BJH, visibility, lined.last_B1)
+        g_B1H, logits_B1U = self._pass(lined.tokens_BW, g_BWH, visibility, lined.last_B1)
         self.length_B = lined.length_B
         if self.dynamic:
             return self._propose_tree(g_B1H, logits_B1U)

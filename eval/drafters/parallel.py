@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.sampling import Sampling, add_seen, penalise
+from headstart.eval.decoding.sampling import Sampling, penalise
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.independent import choose_each
 from headstart.eval.kernels.attention import Visibility
-from headstart.eval.kernels.line_up import line_up
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.marginals import drafted_marginals
 from headstart.eval.tree import Tree
@@ -54,8 +53,7 @@ class ParallelDrafter(AutoregressiveDrafter):
         self._mask_g = self.step.fuse(mask_1kD, mask_1kD).expand(batch, places, -1).contiguous()
         if self.marginals is not None:
             self.marginals = self.marginals.to(device)
-        # behind the last committed row, whose column each cycle finds, the columns of the masked places
-        self._columns_P = self.width + torch.arange(places, device=device)
+        self._columns = torch.arange(self.depth + 1 + places, device=device)
 
     def _streams(self) -> tuple[int, int]:
         count = len(self.head.spec.layer_ids)
@@ -63,8 +61,7 @@ class ParallelDrafter(AutoregressiveDrafter):
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
-        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
+        lined, g_BWH = self._line_up(roots_B)
         # a row sees none behind it, so places of levels that are not drafted are left out
         places = self.drafted - 1
         ahead_BP = lined.ahead_DB[:places].t()
@@ -72,8 +69,10 @@ class ParallelDrafter(AutoregressiveDrafter):
             torch.cat((lined.position_BW, ahead_BP), 1), torch.cat((lined.write_BW, ahead_BP), 1), self.length_B
         )
         tokens_BN = torch.cat((lined.tokens_BW, self._mask_tokens[:, :places]), 1)
-        g_BNH = torch.cat((self.pending_g_BJH, self._mask_g[:, :places]), 1)
-        drafting_BK = torch.cat((lined.last_B1, self._columns_P[:places].expand(len(roots_B), -1)), 1)
+        g_BNH = torch.cat((g_BWH, self._mask_g[:, :places]), 1)
+        # the last committed row, whose column each cycle finds, and the masked places behind the committed rows
+        columns_P = self._columns[self.width : self.width + places]
+        drafting_BK = torch.cat((lined.last_B1, columns_P.expand(len(roots_B), -1)), 1)
         _, logits_BKU = self._pass(tokens_BN, g_BNH, visibility, drafting_BK)
         self.length_B = lined.length_B
         if self.marginals is not None:

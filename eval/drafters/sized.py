@@ -12,6 +12,7 @@ class Sized:
     by_level = False
     levels: int | None = None
     nodes: int | None = None
+    levels_before: int | None = None
     depth: int
 
     @property

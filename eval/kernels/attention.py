@@ -23,8 +23,8 @@ BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
 #: blocks of slots that are loaded at the same time
 STAGES = 3
-#: programs that keep a whole card busy
-PROGRAMS = 128
+#: programs that keep a whole card busy: measured on an H200 with its 132 multiprocessors, with contexts of 350 slots
+PROGRAMS = 360
 MAX_SPLITS = 32
 
 

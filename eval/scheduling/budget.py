@@ -102,6 +102,7 @@ class Budget(Scheduler):
         self._known: set[int] = set()
         # of the cycles whose tables are not yet known: whether their shape was thought the best one
         self._under_way: deque[bool] = deque()
+        self._best: CycleShape | None = None
 
     def aside(self) -> Scheduler:
         return KEEP_ALL
@@ -114,6 +115,7 @@ class Budget(Scheduler):
 
     def timed(self, shape: CycleShape, seconds: float) -> None:
         self.book.times.profiled[shape] = seconds
+        self._best = None
 
     def prepare(self, shape: CycleShape) -> None:
         self._said = None
@@ -149,7 +151,8 @@ class Budget(Scheduler):
             self._known.clear()
         if self._off or not book.times.profiled:
             return PLAIN, True
-        best = book.best()
+        # found while the card works, in `learn`
+        best = self._best = self._best or book.best()
         if best is None or book.rows < FIRST:
             return book.fastest(max(book.members)), False
         if self._cycle > AGAIN and book.gain.lost:
@@ -180,6 +183,7 @@ class Budget(Scheduler):
         if shape == PLAIN or not rows:
             return
         accepted_B = np.where(active_B, table[:, COUNT] - 1, 0)
+        self.book.took(shape, accepted_B[active_B])
         if meant:
             self.book.gained(shape, accepted_B[active_B])
         # of cut shapes it is said in every cycle, and the host saves its own time
@@ -188,6 +192,7 @@ class Budget(Scheduler):
         reach_BN = np.where(active_B[:, None], np.exp(said[1], dtype=np.float64), 0.0)
         depth_BN = said[2] if len(said) > 2 else np.broadcast_to(np.arange(1.0, said.shape[2] + 1), said.shape[1:])
         kept_BN = self.book.learn(shape, reach_BN, depth_BN, accepted_B[active_B])
+        self._best = self.book.best()
         if self.calibrating.learn(said, active_B, accepted_B, kept_BN):
             self._send()
 

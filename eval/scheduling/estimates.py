@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
-from headstart.eval.scheduling.means import RECENT, Gain, Mean, Ratio, Times
+from headstart.eval.scheduling.means import LASTING, RECENT, Gain, Mean, Ratio, Times
 
 Floats = NDArray[np.float32]
 #: (levels, nodes of a row)
@@ -25,6 +25,8 @@ Size = tuple[int, int]
 KEEP = 0.98
 #: accepted drafts that count as expected and as accepted before any was
 PRIOR = 8.0
+#: rows after which what a size gets accepted corrects its expectation as much as all sizes together do
+SEEN = 256
 
 
 def silent(shape: CycleShape) -> CycleShape:
@@ -61,6 +63,9 @@ class Estimates:
         # of each shape, and of each size as a whole: accepted drafts, over those that the next smaller size gets
         self._ratio: dict[CycleShape | Size, Ratio] = defaultdict(Ratio)
         self._expected = self._accepted = PRIOR
+        # of what was verified, a whole size or a shape that is cut: expected and accepted drafts per row
+        self._said: dict[CycleShape | Size, Mean] = defaultdict(lambda: Mean(LASTING))
+        self._got: dict[CycleShape | Size, Mean] = defaultdict(lambda: Mean(LASTING))
 
     def size(self, shape: CycleShape) -> Size:
         """(levels, nodes of a row) that it drafts."""
@@ -95,8 +100,11 @@ class Estimates:
         self.cycles, self.rows = self.cycles + 1, self.rows + rows
         self._learn_reach(ran, reach_BN, depth_BN, rows)
         kept_BN = kept(reach_BN, None if ran.rows is None else ran.rows - self.batch)
-        self._expected = KEEP * self._expected + (1 - KEEP) * PRIOR + float(reach_BN[kept_BN].sum())
+        expected = float(reach_BN[kept_BN].sum())
+        self._expected = KEEP * self._expected + (1 - KEEP) * PRIOR + expected
         self._accepted = KEEP * self._accepted + (1 - KEEP) * PRIOR + accepted
+        if ran.rows is not None:
+            self._said[ran].add(expected / rows, rows)
         return kept_BN
 
     def _learn_reach(self, ran: CycleShape, reach_BN: Floats, depth_BN: Floats, rows: int) -> None:
@@ -118,7 +126,20 @@ class Estimates:
                     whole = self._ratio[what].of(before)
                 if whole is not None and isinstance(what, CycleShape):
                     self._recent[what].add(whole, rows)
+            if told and whole is not None:
+                self._said[size].add(whole, rows)
             before = whole
+
+    def took(self, ran: CycleShape, accepted_R: NDArray[np.int64]) -> None:
+        """What a cycle got accepted, of those too that said nothing. Args: as `learn`."""
+        rows, own = len(accepted_R), self.size(ran)
+        if ran.rows is not None:
+            self._got[ran].add(float(accepted_R.mean()), rows)
+            return
+        for size in self.members:
+            # the beginning of a chain is what a shorter one would have been; that of a tree is not
+            if size == own or (ran.nodes is None and size[0] < own[0]):
+                self._got[size].add(float(np.minimum(accepted_R, size[0]).mean()), rows)
 
     def gained(self, ran: CycleShape, accepted_R: NDArray[np.int64]) -> None:
         """What a cycle of the shape that was thought the best one committed. Args: as `learn`."""
@@ -128,15 +149,27 @@ class Estimates:
 
     @property
     def correction(self) -> float:
-        """Accepted drafts per expected one."""
+        """Accepted drafts per expected one, of all shapes lately."""
         return self._accepted / self._expected
+
+    def correction_of(self, shape: CycleShape) -> float:
+        """Accepted drafts per expected one: the mean of all shapes, then more and more what its own size got."""
+        found = self._towards(self.size(shape), self.correction)
+        return found if shape.rows is None else self._towards(shape, found)
+
+    def _towards(self, what: CycleShape | Size, believed: float) -> float:
+        said, got = self._said.get(what), self._got.get(what)
+        if said is None or got is None or said.value <= 0:
+            return believed
+        seen = LASTING * min(said.weight, got.weight)
+        return (seen * got.value / said.value + SEEN * believed) / (seen + SEEN)
 
     def rate(self, shape: CycleShape) -> float:
         """Tokens per second of a row to expect; 0 while nothing is known."""
         if shape == PLAIN:
             return 1 / self.seconds(shape)
         mean = self._recent[shape]
-        return (1 + self.correction * mean.value) / self.seconds(shape) if mean.weight else 0.0
+        return (1 + self.correction_of(shape) * mean.value) / self.seconds(shape) if mean.weight else 0.0
 
     def best(self) -> CycleShape | None:
         """The shape that drafts and has the highest rate; None while no rate is known."""

@@ -57,7 +57,8 @@ def _trees(batch: int, nodes: int, levels: int, by_level: bool) -> list[CycleSha
     counts = [nodes]
     while (fewer := (counts[0] + 1) // 2 - 1) >= LEAST_NODES:
         counts.insert(0, fewer)
-    found = []
+    # the least that can be drafted: one node of each row
+    found = [CycleShape(1 if by_level else levels, 1)] if nodes > 1 else []
     for depth in depths:
         for count in counts if depth == levels else counts[:2]:
             # a tree of fewer nodes than levels does not use them

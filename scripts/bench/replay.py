@@ -128,6 +128,14 @@ class ReplayedDrafter:
         self.drafter.nodes = nodes
 
     @property
+    def levels_before(self) -> int | None:
+        return self.drafter.levels_before  # type: ignore[no-any-return]
+
+    @levels_before.setter
+    def levels_before(self, levels: int | None) -> None:
+        self.drafter.levels_before = levels
+
+    @property
     def says_confidence(self) -> bool:
         """The wrapped drafter's, which takes the time to say it. What is heard is the recording."""
         return self.drafter.says_confidence  # type: ignore[no-any-return]

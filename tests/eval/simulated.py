@@ -31,6 +31,7 @@ class SilentDrafter:
     spec = object()
     levels: int | None = None
     nodes: int | None = None
+    levels_before: int | None = None
 
     def __init__(self, depth: int, by_level: bool):
         self.max_nodes, self.by_level = depth, by_level

@@ -26,6 +26,8 @@ STAGES = 3
 #: programs that keep a whole card busy: measured on an H200 with its 132 multiprocessors, with contexts of 350 slots
 PROGRAMS = 360
 MAX_SPLITS = 32
+#: numbers of a tile up to which eight warps were measured to be faster than four
+SMALL_TILE = 32 * 64
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ def attend_kernel(
     # of None Triton makes no argument
     maps = (None, None) if flat is None else (flat.place_F, flat.row_R)
     options = launch_options(out.device)
+    # where a program reads a whole context, more warps hide the time of its loads
+    wide = d > 128 or block_rows * d > BLOCK_ROWS * 64 or (splits == 1 and block_rows * d <= SMALL_TILE)
     per_row, elements = ahead.lines() if ahead is not None and options["OVERLAP"] else (0, 1)
     following = ahead.weight_NK if ahead is not None else out
     launch(_attend_kernel, (splits, batch * kv_heads, tiles),
@@ -214,7 +218,7 @@ def attend_kernel(
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1, SINGLE=splits * block_slots >= capacity,
         FLAT=flat is not None,
-        num_warps=8 if d > 128 or block_rows * d > BLOCK_ROWS * 64 else 4, num_stages=STAGES, **options,
+        num_warps=8 if wide else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
         launch(_merge_kernel, (rows, heads),

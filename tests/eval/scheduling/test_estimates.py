@@ -206,6 +206,37 @@ def test_short_drafts_tell_of_longer_ones_by_what_these_gained_before() -> None:
         assert book.rate(shape) == pytest.approx(naive.rate(shape), rel=1e-5)
 
 
+def test_what_a_size_got_accepted_corrects_its_own_expectation() -> None:
+    """Level 1 is accepted more often than said, level 2 less often; both together as often as said. So a correction of
+    all sizes by one factor would leave the shorter chain's rate too low."""
+    one, two, cut_two = CycleShape(1), CycleShape(2), CycleShape(2, rows=6)
+    book = Estimates([PLAIN, one, two, cut_two], batch=4, nodes=2, levels=2)
+    for shape, seconds in ((PLAIN, 1.0), (one, 2.0), (two, 4.0), (cut_two, 4.0)):
+        book.times.profiled[shape] = book.times.profiled[silent(shape)] = seconds
+    reach_BN = np.tile(np.float32([0.5, 0.25]), (4, 1))
+    depth_BN = np.tile(np.float32([1, 2]), (4, 1))
+    accepted_R = np.array([1, 1, 1, 0])
+    for cycle in range(4000):
+        if cycle % 4 == 0:
+            book.learn(two, reach_BN, depth_BN, accepted_R)
+        book.took(two, accepted_R)
+    assert book.correction == pytest.approx(1.0, abs=0.01)
+    seen = means.LASTING * (1 - math.exp(-4000 / means.LASTING))  # rows that were learned from
+    assert book.correction_of(one) == pytest.approx((1.5 * seen + estimates.SEEN) / (seen + estimates.SEEN), rel=0.01)
+    assert book.correction_of(two) == pytest.approx(1.0, abs=0.01)
+    assert book.rate(one) == pytest.approx((1 + book.correction_of(one) * 0.5) / 2)
+    # a cut shape begins with what its size got, and then learns of its own
+    assert book.correction_of(cut_two) == pytest.approx(1.0, abs=0.01)
+    for _ in range(4000):
+        book.learn(cut_two, reach_BN, depth_BN, np.array([0, 1, 0, 0]))  # 1.0 expected of two kept nodes, 1 accepted
+        book.took(cut_two, np.array([0, 1, 0, 0]))
+    assert book.correction_of(cut_two) == pytest.approx(1.0, abs=0.02)
+    for _ in range(4000):
+        book.learn(cut_two, reach_BN, depth_BN, np.array([0, 0, 0, 0]))
+        book.took(cut_two, np.array([0, 0, 0, 0]))
+    assert book.correction_of(cut_two) < 0.2 < 0.9 < book.correction_of(two)
+
+
 @pytest.mark.parametrize(("accepted", "gives_up"), [(0, True), (2, False)])
 def test_drafting_is_given_up_by_what_was_committed(accepted: int, gives_up: bool) -> None:
     """A cycle that drafts takes twice as long as a plain one: it must commit two tokens."""

@@ -17,11 +17,12 @@ from headstart.eval.decoding.drafter import SizedDrafter
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs, time_shapes
-from headstart.eval.decoding.loop import Loop
+from headstart.eval.decoding.loop import COUNT, Loop
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape, Scheduler
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.kernels.linear import Linear
+from headstart.eval.scheduling.estimates import silent
 from headstart.eval.tree import Tree, chain, static_shape
 from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.targets.target import Target
@@ -138,15 +139,47 @@ def test_fewer_levels_take_less_time_but_in_static_trees(
         same(few, whole)
 
 
+@pytest.mark.parametrize("name", DRAFTING_HEADS)
+def test_after_a_cycle_of_no_more_levels_fewer_rows_are_read(target: Target, trained: Heads, name: str) -> None:
+    """The drafts are the same. After a cycle of more levels they would not be, so the loop does not take such a
+    shape."""
+    drafter = drafter_of(trained, name, TreeConfig("chain", 3))
+    # all drafts are accepted, so that rows hold as many tokens as they may
+    loop = begun(target, drafter, Sampling(synthetic=(1.0, 1.0, 1.0)), Turns(CycleShape()))
+    for _ in range(3):
+        loop.take(CycleShape(1))
+        with torch.inference_mode():
+            assert (loop.cycle()[:, COUNT] == 2).all()
+            before = loop.tensors()
+            drafts = []
+            for shape in (CycleShape(2), CycleShape(2, says=False)):
+                loop.attach(before)
+                loop.take(shape)
+                drafts.append(drafter.propose(loop.roots_B))
+            loop.attach(before)
+        same(drafts[1], drafts[0])
+
+
+def test_a_silent_shape_follows_no_deeper_one(target: Target, trained: Heads) -> None:
+    silent = [CycleShape(levels, says=False) for levels in (1, 2)]
+    wanted = [silent[0], silent[1], silent[0], silent[0], PLAIN, CycleShape(), silent[1], silent[1]]
+    scheduler = Turns(*wanted)
+    scheduler.turn = -1
+    loop = begun(target, drafter_of(trained, "eagle3", TreeConfig("chain", 3)), Sampling(), scheduler)
+    taken = [loop.next_shape() for _ in wanted]
+    assert taken == [silent[0], silent[1], CycleShape(1), silent[0], PLAIN, CycleShape(), CycleShape(2), silent[1]]
+
+
+@pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("levels", [1, 2, None])
 @pytest.mark.parametrize("name", [name for name in DRAFTING_HEADS if DRAFTING_HEADS[name] != "medusa"])
 def test_the_fastest_kernels_are_chosen_for_the_rows_of_a_cycle(
-    target: Target, trained: Heads, name: str, levels: int | None, monkeypatch: pytest.MonkeyPatch
+    target: Target, trained: Heads, name: str, levels: int | None, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a cycle has no other rows. Medusa's products are not measured."""
     drafter = drafter_of(trained, name, TreeConfig("chain", 3))
     loop = begun(target, drafter, Sampling(), Turns(CycleShape(levels)))
-    loop.take(CycleShape(levels))
+    loop.take(CycleShape(levels, says=says))
     loop.cycle()
     seen: set[tuple[int, int]] = set()
     original = Linear._tiles
@@ -214,10 +247,11 @@ def test_cycles_that_draft_less_are_those_of_a_smaller_drafter(
     smaller: TreeConfig,
 ) -> None:  # fmt: skip
     """All cycles of an answer: what a cycle leaves to the next one is right too."""
-    answers = run(target, drafter_of(trained, family, tree), scheduler=Turns(shape))
     expected = run(target, drafter_of(trained, family, smaller))
-    assert tokens_of(answers) == tokens_of(expected) == tokens_of(plain)
-    assert [answer.cycles for answer in answers] == [answer.cycles for answer in expected]
+    for asked in dict.fromkeys((shape, silent(shape))):
+        answers = run(target, drafter_of(trained, family, tree), scheduler=Turns(asked))
+        assert tokens_of(answers) == tokens_of(expected) == tokens_of(plain)
+        assert [answer.cycles for answer in answers] == [answer.cycles for answer in expected]
     assert max(cycle.accepted for answer in answers for cycle in answer.cycles) > 0
 
 
@@ -292,7 +326,10 @@ def test_captured_cycles_of_all_levels_draft_what_others_do(
     for graphs in (CycleGraphs(), None):
         drafter = build_drafter(head, EvalConfig(tree=TreeConfig(kind, 4, 3, 12)))
         assert drafter is not None
-        scheduler = Turns(CycleShape(1), CycleShape(3), CycleShape(), CycleShape(2), CycleShape(3, rows=8))
+        scheduler = Turns(
+            CycleShape(1), CycleShape(3), CycleShape(), CycleShape(2), CycleShape(3, rows=8),
+            *([CycleShape(1), CycleShape(1, says=False), CycleShape(2, says=False)] if kind == "chain" else []),
+        )  # fmt: skip
         engine = Engine(there.model, 3, slots_needed(max(map(len, CONTEXTS)), NEW_TOKENS, drafter), fused=fused)
         decoded = decode(
             engine, CONTEXTS, drafter, Sampling(), NEW_TOKENS, set(), torch.Generator("cuda"), graphs=graphs,

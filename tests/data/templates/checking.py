@@ -6,8 +6,8 @@ Legend: a *complaint* says in words what is wrong; no complaint means that the s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 from templates.expected import EXPECTED
@@ -179,64 +179,65 @@ def last_alone(samples: Sequence[str]) -> list[str]:
     return [start.replace("⟦", "").replace("⟧", "") + "⟦" + own]
 
 
-def mutations(samples: Sequence[Sample], stops: set[int]) -> dict[str, list[Sample]]:
-    """Wrong masks: name → the samples with one fault in the last turn of the first sample."""
-
-    def changed(change: Any) -> list[Sample]:
-        ids, turns = samples[0]
+def mutations(tokens: Any, samples: Sequence[Sample], kind: str) -> Iterator[tuple[str, list[Sample]]]:
+    """Wrong masks: what is wrong, and the samples with this fault in the last turn of one of them."""
+    for number, (ids, turns) in enumerate(samples):
         at = [place for place, turn in enumerate(turns) if turn == max(turns)]
-        made_ids, made = change(list(ids), list(turns), at[0], at[-1])
-        return [(made_ids, made), *samples[1:]]
+        pieces = letters(tokens, ids, kind)
+        for name, fault in FAULTS.items():
+            made = fault(list(ids), list(turns), at[0], at[-1], pieces)
+            if made is not None:
+                yield name, [*samples[:number], made, *samples[number + 1 :]]
 
-    def put(places: range, turn: Any) -> Any:
-        def change(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
-            for place in places:
-                where = (first if place < 0 else last) + place
-                turns[where] = turns[first] if turn is None else turn
-            return ids, turns
 
-        return change
+def _shifted(by: int, ids: list[int], turns: list[int], first: int, last: int, _: list[str]) -> Sample:
+    own = range(first + by, min(last + 1 + by, len(ids)))
+    return ids, [turns[first] if n in own else -1 if first <= n <= last else turn for n, turn in enumerate(turns)]
 
-    def shift(by: int) -> Any:
-        def change(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
-            if by > 0 and last + 1 == len(ids):  # there must be a token to move to
-                ids, turns = [*ids, ids[-1]], [*turns, -1]
-            moved = [turns[first]] * (last - first + 1)
-            turns[first : last + 1] = [-1] * len(moved)
-            turns[first + by : last + 1 + by] = moved
-            return ids, turns
 
-        return change
+def _put(places: Callable[[int, int], range], own: bool) -> Fault:
+    """Tokens that are supervised with the turn, or not supervised."""
 
-    def results(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
-        number = turns[first]
-        return ids, [turn if turn >= 0 or place < first - 40 else number for place, turn in enumerate(turns)]
+    def fault(ids: list[int], turns: list[int], first: int, last: int, _: list[str]) -> Sample:
+        changed = places(first, last)
+        return ids, [(turns[first] if own else -1) if n in changed else turn for n, turn in enumerate(turns)]
 
-    def all_but_one(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
-        turns[(first + last) // 2] = -1
-        return ids, turns
+    return fault
 
-    def one_turn(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
-        begin = turns.index(min(turn for turn in turns if turn >= 0))
-        return ids, [0 if begin <= place <= last else turn for place, turn in enumerate(turns)]
 
-    def other_token(ids: list[int], turns: list[int], first: int, last: int) -> tuple[list[int], list[int]]:
-        ids[first - 1 : first] = []  # the prompt lacks a token
-        del turns[first - 1]
-        return ids, turns
+def _with_result(ids: list[int], turns: list[int], first: int, last: int, pieces: list[str]) -> Sample | None:
+    """The result of a tool trains as a turn; None without one."""
+    text = "".join(pieces)
+    begin = text.find("12 C")
+    if begin < 0:
+        return None
+    place, made = 0, []
+    for piece, turn in zip(pieces, turns, strict=True):
+        made.append(max(turns) + 1 if place < begin + 4 and place + len(piece) > begin else turn)
+        place += len(piece)
+    return ids, made
 
-    made = {
-        "one token later": changed(shift(1)),
-        "one token earlier": changed(shift(-1)),
-        "without the end token": changed(put(range(0, 1), -1)),
-        "with the header": changed(put(range(-2, 0), None)),
-        "with what stands between": changed(results),
-        "a token within left out": changed(all_but_one),
-        "a prompt without its last token": changed(other_token),
-        "without a turn": changed(
-            lambda ids, turns, first, last: (ids, [-1 if t == turns[first] else t for t in turns])
-        ),
-    }
-    if max(samples[0][1]) > 0:
-        made["two turns as one"] = changed(one_turn)
-    return made
+
+def _one_turn(ids: list[int], turns: list[int], first: int, last: int, _: list[str]) -> Sample | None:
+    begin = turns.index(0)
+    return None if begin == first else (ids, [0 if begin <= n <= last else turn for n, turn in enumerate(turns)])
+
+
+#: token ids, turns, first and last token of the sample's last turn, characters of every token → the wrong sample
+Fault = Callable[[list[int], list[int], int, int, list[str]], Sample | None]
+FAULTS: dict[str, Fault] = {
+    "one token later": partial(_shifted, 1),
+    "one token earlier": partial(_shifted, -1),
+    "without the end token": _put(lambda first, last: range(last, last + 1), own=False),
+    "without the first token": _put(lambda first, last: range(first, first + 1), own=False),
+    "with what stands behind": _put(lambda first, last: range(last + 1, last + 2), own=True),
+    "with the header": _put(lambda first, last: range(first - 2, first), own=True),
+    "with the whole prompt": _put(lambda first, last: range(0, first), own=True),
+    "a token within left out": _put(lambda first, last: range((first + last) // 2, (first + last) // 2 + 1), own=False),
+    "no turn": _put(lambda first, last: range(first, last + 1), own=False),
+    "with the result of a tool": _with_result,
+    "two turns as one": _one_turn,
+    "a prompt without its last token": lambda ids, turns, first, last, _: (
+        ids[: first - 1] + ids[first:], turns[: first - 1] + turns[first:],
+    ),
+}  # fmt: skip

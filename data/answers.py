@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from headstart.data.harmony import read_answer
 from headstart.data.messages import Message
 from headstart.data.pieces import require_prompt, thoughts_stand
 from headstart.data.rendering import PROBE, RefusedError, Renderer
 
 #: thoughts, then the answer itself; a prompt that ends with <think> leaves only </think> to the answer
 THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
+#: every part of an answer of gpt-oss has it
+HARMONY = "<|channel|>"
 #: an answer that holds thoughts, or begins with them
 THINKS = re.compile(r"\A\s*<think>|</think>")
 
@@ -21,20 +24,26 @@ def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -
 
     If the tokenizer has rules for this (transformers' response templates), they parse the answer. Otherwise its text is
     the content. `<think>…</think>` becomes reasoning_content if the prompt opens the thoughts, or if the template drops
-    the thoughts of earlier answers: servers' parsers return it likewise. In every case the template must be able to
-    write the message into a history.
+    the thoughts of earlier answers: servers' parsers return it likewise. The channels of gpt-oss become thoughts, calls
+    and text. In every case the template must be able to write the message into a history.
 
     Args: token_ids: without the stop token.
-    Raises: RefusedError when there is no such message: the answer ends within its thoughts; or it holds special tokens
-        (the channels of gpt-oss), without which several parts would become one text.
+    Raises: RefusedError when there is no such message: the answer ends within its thoughts; or it holds special tokens,
+        without which several parts would become one text.
     """
     ids = [int(token) for token in token_ids]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     message: Message = {"role": "assistant", "content": text}
     if getattr(tokenizer, "response_template", None) is not None:
         message = _by_rules(renderer, tokenizer, text)
+    elif HARMONY in text:
+        parts = read_answer(text)
+        if parts is None:
+            raise RefusedError("an answer ends within its thoughts, so that there is none to put into a history")
+        message = parts
     elif renderer.opens_thoughts or (THINKS.search(text) and not _kept(renderer, text)):
         message = _without_thoughts(text)
+    message["content"] = _as_written(renderer, text, message)
     # all_special_tokens lists those that have a name (eos, pad, …), not the channels of gpt-oss
     flagged = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = {token for token in (*tokenizer.all_special_tokens, *flagged) if token} - {"<think>", "</think>"}
@@ -46,6 +55,16 @@ def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -
             )
     _require_written(renderer, message)
     return message
+
+
+def _as_written(renderer: Renderer, text: str, message: Message) -> str:
+    """The message's content, without the newline in front that the template itself writes there (GLM-4's does)."""
+    content = str(message["content"])
+    if message.keys() != {"role", "content"} or not content.startswith("\n"):
+        return content
+    said = f"{renderer.render(PROBE[:1], add_generation_prompt=True)[0]}{text}"
+    bare = {**message, "content": content[1:]}
+    return content[1:] if _history(renderer, bare).startswith(said) else content
 
 
 def _without_thoughts(text: str) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ Raw = tuple[Any, Where]
 CHANNELS = ("analysis", "commentary", "final")
 #: before the name of a function that the record defines
 FUNCTIONS = "functions."
+#: of a generated answer: what stands between its parts; in the header of a part, its channel and whom it calls
+NEXT_PART = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?")
+CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+RECIPIENT = re.compile(r" to=functions\.([^\s<]+)")
 
 
 def is_harmony(messages: Sequence[Any]) -> bool:
@@ -72,6 +77,33 @@ def _text(content: Any, where: Where) -> str:
         if not isinstance(text, str):
             raise DataError(f"{where}.content: found {kind(text)}, expected text")
     return "".join(map(str, texts))
+
+
+def read_answer(text: str) -> dict[str, Any] | None:
+    """The message that a generated answer of harmony's channels stands for; None if it is not in this form, or cut.
+
+    Thoughts come first, then the text or a call: `<|channel|>analysis<|message|>…<|end|><|start|>assistant` and
+    `<|channel|>final<|message|>…`.
+
+    Args: text: without its stop token.
+    """
+    said: dict[str, list[str]] = {channel: [] for channel in CHANNELS}
+    calls = []
+    for part in NEXT_PART.split(text):
+        header, mark, body = part.partition("<|message|>")
+        channel, call = CHANNEL.search(header), RECIPIENT.search(header)
+        if not mark or (call is None and (channel is None or channel[1] not in CHANNELS)):
+            return None
+        if call is not None:
+            calls.append({"type": "function", "function": {"name": call[1], "arguments": body}})
+        elif channel is not None:
+            said[channel[1]].append(body)
+    if not calls and not said["final"]:
+        return None
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(said["commentary"] + said["final"])}
+    if said["analysis"]:
+        message["reasoning_content"] = "".join(said["analysis"])
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def merge_answers(raw: Sequence[Raw]) -> list[Raw]:

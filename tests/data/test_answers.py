@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import TEMPLATES
+from templates.checking import chat_of, encode, tools_of
+from templates.expected import EXPECTED
+from templates.families import CONVERSATIONS, asked
 
 from headstart.data.rendering import RefusedError
 
@@ -93,3 +96,51 @@ def test_an_answer_that_the_template_would_not_write_is_refused(make_chat):
     chat = make_chat("chatml", template=template)
     with pytest.raises(RefusedError, match="leaves out an earlier answer"):
         chat.answer_message(ids(chat, "Bye Hello"))
+
+
+#: their marks of tool calls are special tokens, and no rules say how to read them
+UNREAD_CALLS = ("llama4", "mistral v3", "mistral tekken", "mistral v7", "phi4 mini", "deepseek v3", "deepseek v3.1")
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_a_generated_answer_in_a_history_is_what_the_template_writes_of_the_record(family):
+    chat, compared = chat_of(family, "bytes"), 0
+    for name, expected in EXPECTED[family].items():
+        if isinstance(expected, str):
+            continue
+        messages, tools = [*CONVERSATIONS[name], asked("More")], tools_of(family, name)
+        turns = [
+            [token for token, turn in zip(tokens, turns, strict=True) if turn == number]
+            for tokens, turns in encode(family, name, "bytes") for number in sorted(set(turns) - {-1})
+        ]  # fmt: skip
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index, own in zip(answers, turns, strict=True):
+            stopped = own[-1] in chat.stop_token_ids
+            try:
+                message = chat.answer_message(own[:-1] if stopped else own)
+            except RefusedError as error:
+                assert family in UNREAD_CALLS and "tool_calls" in messages[index], error
+                continue
+            following = next((later for later in answers if later > index), len(messages))
+            said = [*messages[:index], message, *messages[index + 1 : following]]
+            # Command R's calls have no end
+            assert stopped is (chat.prompt_ids(said, tools) == chat.prompt_ids(messages[:following], tools))
+            compared += 1
+    assert compared > 0
+
+
+@pytest.mark.parametrize("text", [
+    "<|channel|>analysis<|message|>Look.", "<|channel|>final", "Hi<|channel|>", "<|channel|>secret<|message|>Hi",
+    "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant",
+])  # fmt: skip
+def test_an_answer_that_ends_before_its_last_channel_is_refused(text):
+    with pytest.raises(RefusedError, match="an answer ends within its thoughts"):
+        chat_of("gpt-oss", "bytes").answer_message(ids(chat_of("gpt-oss", "bytes"), text))
+
+
+def test_channels_in_the_order_of_the_model_itself_are_read():
+    chat = chat_of("gpt-oss", "bytes")
+    text = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}'
+    assert chat.answer_message(ids(chat, text))["tool_calls"][0]["function"] == {
+        "name": "weather", "arguments": '{"city": "Rome"}',
+    }  # fmt: skip

@@ -129,14 +129,15 @@ def encode_messages(
     family: str, kind: str, messages: Sequence[dict[str, Any]], tagged: bool = False, **how: Any
 ) -> list[Sample]:
     """The samples that the code under test makes, twice: what it learns from one conversation must change nothing."""
-    chat = _chat(family, kind, tagged)
+    chat = chat_of(family, kind, tagged)
     made = chat.encode(messages, **how)
     assert chat.encode(messages, **how) == made, "the second time is another way"
     return [(each.token_ids, each.turn_ids) for each in made]
 
 
 @cache
-def _chat(family: str, kind: str, tagged: bool) -> Any:
+def chat_of(family: str, kind: str, tagged: bool = False) -> Any:
+    """The code under test."""
     from headstart.data.chat import ChatFormat
 
     known, tokens = FAMILIES[family], tokenizer(family, kind, tagged)

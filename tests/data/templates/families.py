@@ -73,6 +73,10 @@ GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observa
 COHERE = ("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>",
           "<|CHATBOT_TOKEN|>")  # fmt: skip
 
+#: tokens that published tokenizers do not call special
+ORDINARY = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>",
+            "</arg_key>", "<arg_value>", "</arg_value>"}  # fmt: skip
+
 LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>")
 DEEPSEEK_ENDS = {"bos": DEEPSEEK[0], "eos": DEEPSEEK[1], "stops": DEEPSEEK[1:2]}
 GLM_ENDS = {"eos": "<|endoftext|>", "stops": ("<|endoftext|>", "<|user|>", "<|observation|>")}
@@ -214,7 +218,9 @@ def tokenizer(family: str, kind: str, tagged: bool = False) -> Any:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     if kind not in ("bytes", "gpt2"):
         core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    core.add_special_tokens([AddedToken(name, normalized=False) for name in known.special])
+    for name in known.special:
+        special = name not in ORDINARY
+        core.add_tokens([AddedToken(name, normalized=False, special=special)])
     names = {key: value for key, value in (("eos_token", known.eos), ("bos_token", known.bos)) if value}
     made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **names)
     made.chat_template = known.template(tagged)

@@ -23,7 +23,7 @@ def nine_characters(messages: Sequence[Message]) -> list[Message]:
     for number, message in enumerate(messages):
         if message.get("tool_calls"):
             calls = [
-                {**call, "id": _nine(call.get("id") or f"{number}/{place}")}
+                {**call, "id": _nine(str(call.get("id") or f"{number}/{place}"))}
                 for place, call in enumerate(message["tool_calls"])
             ]
             waiting = [call["id"] for call in calls]

@@ -30,6 +30,10 @@ def test_an_id_keeps_its_last_nine_letters_and_its_result_has_the_same():
     assert given[0]["tool_calls"][0]["id"] == "call_9AbcdefgHIJ", "the record is as it was"
 
 
+def test_numbers_are_ids_too():
+    assert ids(nine_characters([calls(5), result("5")]))[0] == [ids(nine_characters([calls("5"), result("5")]))[1]]
+
+
 def test_short_and_missing_ids_get_nine_characters_and_results_follow_their_calls():
     first, one, two = ids(nine_characters([calls(None, "1"), result(), result("1")]))
     assert [one, two] == first and all(len(each) == 9 and each.isalnum() for each in first) and one != two

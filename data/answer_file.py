@@ -25,6 +25,8 @@ from headstart.heads.files import atomic_write, delete, explain_disk
 
 #: seconds after which the disk is made to hold what was written
 SYNC_S = 1.0
+#: bytes that are read at once in search of the last whole line
+BLOCK = 1 << 16
 #: field of a record: why the later questions of its prompt were not asked
 NOT_ASKED = "not_asked"
 
@@ -105,8 +107,9 @@ class AnswerFile:
         added = sum(self.ranks.gather(self.added))
 
         def merge() -> None:
-            there = {name for name, *_ in _places(self.out)} if self.out.exists() else set()
-            for part in sorted(self.parts.glob("rank-*.jsonl")):
+            parts = sorted(self.parts.glob("rank-*.jsonl"))
+            there = {name for name, *_ in _places(self.out)} if parts and self.out.exists() else set()
+            for part in parts:
                 _move(part, self.out, there)
                 there |= {name for name, *_ in _places(part)}
             delete(self.parts)
@@ -195,14 +198,27 @@ def belongs_to(made: Conversation, prompt: Prompt) -> bool:
 
 
 def _drop_torn_line(place: Path, progress: Progress) -> None:
-    content = place.read_bytes()
-    if not content or content.endswith(b"\n"):
-        return
-    keep = content.rfind(b"\n") + 1
     with explain_disk(place), open(place, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = _end_of_lines(file, size)
+        if keep == size:
+            return
         file.truncate(keep)
         os.fsync(file.fileno())
-    progress(0, 0, f"{place}: dropped a last line of {len(content) - keep} bytes that a killed run left incomplete")
+    progress(0, 0, f"{place}: dropped a last line of {size - keep} bytes that a killed run left incomplete")
+
+
+def _end_of_lines(file: BinaryIO, size: int) -> int:
+    """Bytes up to the last line feed, which is read block by block from the end."""
+    stop = size
+    while stop:
+        start = max(stop - BLOCK, 0)
+        file.seek(start)
+        found = file.read(stop - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        stop = start
+    return 0
 
 
 def _places(place: Path) -> Iterator[tuple[Any, int, int]]:

@@ -43,5 +43,6 @@ def draw_at(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """
     total_BV = p_BV.double().cumsum(-1)
     index_B = (total_BV <= (uniform_B * total_BV[:, -1])[:, None]).sum(-1)
-    last_B = p_BV.shape[-1] - 1 - (p_BV > 0).long().flip(-1).argmax(-1)
+    # rounding may take the uniform number up to the whole: the token with which the sum becomes whole has mass
+    last_B = (total_BV < total_BV[:, -1:]).sum(-1)
     return torch.minimum(index_B, last_B)

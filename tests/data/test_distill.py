@@ -159,8 +159,10 @@ def test_time_that_is_over_keeps_what_was_answered_and_more_of_it_answers_the_re
     assert {r["id"]: r for r in read(path)} == whole and len(read(path)) == 16
 
 
+@pytest.mark.parametrize("block", [1 << 16, 7])
 @pytest.mark.parametrize("keep", [0, 1, 200, -1, -40])
-def test_torn_last_line_is_dropped_loudly_and_rewritten(target, prompts, tmp_path, keep):
+def test_torn_last_line_is_dropped_loudly_and_rewritten(target, prompts, tmp_path, monkeypatch, keep, block):
+    monkeypatch.setattr(files, "BLOCK", block)
     whole = distill(target, prompts, SAMPLED, tmp_path / "whole.jsonl").read_bytes()
     path = tmp_path / "torn.jsonl"
     path.write_bytes(whole[:keep])
@@ -406,5 +408,6 @@ def test_random_numbers_belong_to_seed_and_position():
 
 
 def test_a_draw_never_takes_what_has_no_mass():
-    p_BV = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(4, 1)
-    assert draw_at(p_BV, torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 1, 3, 3]
+    p_BV = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(5, 1)
+    uniform_B = torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53, 1.0], dtype=torch.float64)
+    assert draw_at(p_BV, uniform_B).tolist() == [1, 1, 3, 3, 3]

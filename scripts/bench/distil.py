@@ -15,9 +15,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
-
-import torch
 
 from headstart.bench.timing import add_rows
 from headstart.data.answering import Answer, Answerer, Request, Requests
@@ -31,6 +30,9 @@ from headstart.heads.errors import DataError
 from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.load import load_target, resolve_device
 from headstart.heads.targets.target import Target, TargetConfig
+
+#: prompts of a warm-up beyond a full batch, so that rows are filled again
+REFILLED = 64
 
 
 @dataclass(frozen=True)
@@ -102,19 +104,22 @@ def warm_up(answerer: EngineAnswerer, prompts: Sequence[Prompt], target: Target,
     chats, room = Chats(target.tokenizer, target.stop_token_ids), target.positions - config.max_new_tokens
     ids = sorted((tuple(chats.prompt_ids(prompt)) for prompt in prompts), key=len)
     ids = [prompt for prompt in ids if len(prompt) <= room]
-    step = max(len(ids) // (config.batch_size + 64), 1)
+    count = config.batch_size + REFILLED
     # the longest is among them, so that the buffers fit all
-    requests = [Request(f"warm{number}", 0, prompt, number) for number, prompt in enumerate(ids[::-1][::step])]
+    chosen = islice(cycle(ids[:: -max(len(ids) // count, 1)]), count)
+    requests = [Request(f"warm{number}", 0, prompt, number) for number, prompt in enumerate(chosen)]
     for _ in answerer.answers(Requests(requests)):
         pass
 
 
 def measure(
-    target: Target, prompts: Sequence[Prompt], config: DistillConfig, answers: int, folder: Path
+    engine: EngineAnswerer, prompts: Sequence[Prompt], config: DistillConfig, answers: int, folder: Path
 ) -> DistilRecord:
     """Answer `answers` prompts in `folder`, after a warm-up. `config.batch_size` is the number of rows."""
-    began = time.perf_counter()
-    engine = EngineAnswerer(target, config)
+    began, target = time.perf_counter(), engine.target
+    engine.decoder.drop_buffers()
+    engine.decoder.graphs.clear()
+    engine.config = config
     asked = repeated(prompts, answers)
     warm_up(engine, prompts, target, config)
     setup_s = time.perf_counter() - began
@@ -147,7 +152,8 @@ def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
     prompts = read_prompts([SourceConfig(path=str(arguments.data))], arguments.limit)
     if not prompts:
         raise DataError(f"--data {arguments.data}: found no prompts, expected at least one")
-    records = []
+    records: list[DistilRecord] = []
+    engine: EngineAnswerer | None = None
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for batch in arguments.batch:
             config = DistillConfig(
@@ -155,7 +161,8 @@ def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
                 top_p=arguments.top_p,
             )  # fmt: skip
             answers = arguments.answers or max(4096, 16 * batch)
-            record = measure(target, prompts, config, answers, Path(folder))
+            engine = engine or EngineAnswerer(target, config)
+            record = measure(engine, prompts, config, answers, Path(folder))
             records.append(record)
             print(
                 f"distil {record.target} {record.dtype} batch {batch}, temperature {record.temperature:g}: "
@@ -164,8 +171,6 @@ def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
                 f"rendering {record.tokenise_s:.1f} s, warm-up {record.setup_s:.1f} s; {record.path}",
                 flush=True,
             )
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
     return records
 
 

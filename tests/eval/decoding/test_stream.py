@@ -17,7 +17,7 @@ from headstart.eval.decoding import stream as module
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.generation import EngineAnswerer
-from headstart.eval.decoding.graphs import CycleGraphs
+from headstart.eval.decoding.graphs import CycleGraphs, uncaptured_cycles
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stream import Stream
 from headstart.heads.errors import TargetError
@@ -120,6 +120,42 @@ def test_a_later_question_is_asked_while_others_are_answered(target: Target) -> 
             requests.put(Request("p0", 1, (*answer.request.prompt_ids, *answer.token_ids, 3), 1))
     assert order == ["p0.0", "p1.0", "p0.1", "p2.0"]  # it comes before conversations that have not begun
     assert stream.cycles == 2 * (LIMIT - 1)
+
+
+def test_answers_that_end_together_do_not_hold_up_captured_cycles(
+    target: Target, stops: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no time to spare, one answer a cycle is given, and the others come with later cycles or at the end."""
+
+    class Graphs(CycleGraphs):
+        def run(self, loop: Any, refill: Any = None) -> Any:
+            return uncaptured_cycles(loop, refill)
+
+    monkeypatch.setattr(module.Loop, "captures", True)
+    monkeypatch.setattr(module.Stream, "_spare_s", lambda _: 0.0)
+    stream = Stream(engine_of(target, 5), Requests(requests_of(PROMPTS)), Sampling(), LIMIT, stops, graphs=Graphs())
+    made, held_back = {}, 0
+    for answer in stream.answers():
+        made[answer.request.id] = answer.token_ids
+        held_back += stream.cycles > 0 and len(stream._done) > 0 and bool(stream.in_flight)
+    assert made == alone(target, stops) and held_back > 0
+    monkeypatch.undo()
+    plain = Stream(engine_of(target, 5), Requests(requests_of(PROMPTS)), Sampling(), LIMIT, stops)
+    assert found(plain.answers()) == made and plain.cycles == stream.cycles  # rows were filled as soon
+
+
+def test_the_time_to_spare_is_half_a_cycle(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 2.0, 4.0, 10.0, 10.1, 12.1])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    stream = Stream(engine_of(target, 1), Requests([]), Sampling(), LIMIT, set())
+    # a cycle that waited for prompts, and one whose table was there already, count little
+    assert [stream._spare_s() for _ in range(6)] == pytest.approx([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_answers_of_one_token(target: Target) -> None:
+    stream = Stream(engine_of(target, 4), Requests(requests_of(PROMPTS)), Sampling(), 1, set())
+    assert found(stream.answers()) == {name: tokens[:1] for name, tokens in alone(target, set()).items()}
+    assert stream.cycles == 0
 
 
 def test_draws_belong_to_requests(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from headstart.bench.distil import measure, repeated
 from headstart.bench.kill_points import small_prompts, small_target
 from headstart.data.config import DistillConfig
+from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.eval.decoding.session import Decoder
 
 
@@ -23,14 +24,15 @@ def test_a_measurement_counts_what_is_written(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Decoder, "engine_for", noted)
     prompts = small_prompts(7)
-    found = measure(small_target(), prompts, DistillConfig(max_new_tokens=12, batch_size=4), 10, tmp_path)
+    config = DistillConfig(max_new_tokens=12, batch_size=4)
+    found = measure(EngineAnswerer(small_target(), config), prompts[:3], config, 10, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "batch-4.jsonl").read_text().splitlines()]
     assert len(records) == 10
     turns = [turn for record in records for turn in [*record.get("earlier_turns", []), record]]
     tokens = [len(turn["response_token_ids"]) for turn in turns]
     assert found.answers == len(turns) and found.mean_tokens == sum(tokens) / len(tokens)
     assert found.value == pytest.approx(sum(tokens) / found.seconds)
-    assert (found.prompts, found.path, found.dtype, found.batch) == (7, "generic", "float32", 4)
+    assert (found.prompts, found.path, found.dtype, found.batch) == (3, "generic", "float32", 4)
     assert 0 < found.written_s < found.seconds
     assert len(set(map(id, engines))) == 1  # nothing is made anew after the warm-up
 

@@ -64,6 +64,18 @@ def test_a_cut_answer_keeps_its_finish_reason_and_has_no_stop_token(like, state,
     assert record["messages"][-1]["content"] == "Hello there-"
 
 
+def test_a_server_that_leaves_the_stop_token_out_is_not_believed(state, ask, target):
+    def without(body):
+        body["choices"][0]["token_ids"].pop()
+        body["usage"]["completion_tokens"] -= 1
+        return body
+
+    with serving(state(change=without)) as servers:
+        record = ask(servers, prompts_of(1))["p0"]
+    assert record["response_token_ids"][-1] in target.stop_token_ids
+    assert record["token_ids_from"] == "text" and record["server_tokens"] == len(record["response_token_ids"]) - 1
+
+
 @pytest.mark.parametrize("like", [LIKE_VLLM, LIKE_OTHERS], ids=["ids", "text"])
 def test_later_questions_follow_the_servers_own_answers(like, state, ask, tokenizer):
     one = state(**like)

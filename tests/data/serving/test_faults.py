@@ -8,6 +8,11 @@ import pytest
 from openai_server import answer_to, serving
 from serving_help import FAST, digits, prompts_of
 
+from headstart.data.answering import Request, Requests
+from headstart.data.config import DistillConfig, ServerConfig
+from headstart.data.prompts import Chats
+from headstart.data.serving.answerer import ServerAnswerer
+from headstart.data.serving.connect import connect
 from headstart.data.serving.http import retry_after
 from headstart.data.serving.pool import Patience, Pool
 from headstart.heads.errors import ServerError
@@ -112,6 +117,7 @@ def test_one_of_two_servers_dies_midway(state, ask):
     again = [question for question, count in both.items() if count > 1]
     assert len(both) == 60 and max(both.values()) == 2 and 1 <= len(again) <= 4  # those that it had when it died
     assert any("set aside" in line and servers[1].url[:-3] in line for line in said)
+    assert one.most_in_flight == 4  # it got no more than it may when it was alone
 
 
 def test_a_server_that_is_set_aside_is_tried_again_and_works_on(state, ask):
@@ -146,6 +152,28 @@ def test_waits_double_with_chance_and_have_a_bound():
     waits = [[pool._wait(count) for _ in range(200)] for count in (1, 2, 3, 4, 9)]
     for found, middle in zip(waits, (1, 2, 4, 8, 8), strict=True):
         assert 0.5 * middle <= min(found) < 0.6 * middle and 1.4 * middle < max(found) <= 1.5 * middle
+
+
+def test_no_more_requests_are_taken_than_the_servers_may_get(state, target):
+    """What is taken and not answered is lost in a kill."""
+    taken, most = [0], 0
+
+    class Counted(Requests):
+        def take(self, count, longest=None):
+            found = super().take(count, longest)
+            taken[0] += len(found)
+            return found
+
+    one = state(latency=0.01)
+    with serving(one) as (server,):
+        config = DistillConfig(servers=[ServerConfig(server.url, concurrency=3)], max_new_tokens=32)
+        answerer = ServerAnswerer(target, config, connect(target, config), patience=FAST)
+        ids = [tuple(Chats(target.tokenizer, target.stop_token_ids).prompt_ids(prompt)) for prompt in prompts_of(12)]
+        requests = Counted([Request(p.id, 0, i, 0, p.messages()) for p, i in zip(prompts_of(12), ids, strict=True)])
+        for number, answer in enumerate(answerer.answers(requests)):
+            assert answer.failed is None
+            most = max(most, taken[0] - number)
+    assert taken[0] == 12 and most == 3
 
 
 def test_a_wait_is_read_as_seconds_or_a_date():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,11 @@ SLACK = 0.15
 MISSED = 0.001
 #: hashes of one set that the library takes at once; it holds FUNCTIONS values of each
 PART = 1 << 14
+#: most proposals for one set whose likeness is estimated (those that share most bands with it), and most that are
+#: compared (those with the highest estimates). More come only where thousands of conversations are nearly near copies
+PROPOSED, COMPARED = 2048, 128
+#: from so many entries on, sets are counted in a table of all sets instead of being sorted
+MANY = 4096
 
 
 def content_key(conversation: Conversation) -> bytes:
@@ -80,26 +86,43 @@ def near_duplicates(sets: Callable[[int], np.ndarray], count: int, threshold: fl
         [_groups(signature_NP[:, rows * band : rows * (band + 1)]) for band in range(number)], axis=1
     )
     # what stays, by band and group
-    staying: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(number)]
+    staying: dict[tuple[int, int], array[int]] = defaultdict(lambda: array("q"))
     copies: dict[int, int] = {}
     for one in range(count):
-        mine = [(band, int(group)) for band, group in enumerate(groups_NB[one]) if group >= 0]
-        found = np.unique(np.array([other for band, group in mine for other in staying[band][group]], np.int64))
-        original = _first_like(one, found, signature_NP, sets, threshold) if len(found) else None
+        mine = [(band, group) for band, group in enumerate(groups_NB[one].tolist()) if group >= 0]
+        proposed = _proposed([np.frombuffer(staying[place], np.int64) for place in mine if place in staying])
+        original = _first_like(one, proposed, signature_NP, sets, threshold) if len(proposed) else None
         if original is None:
-            for band, group in mine:
-                staying[band][group].append(one)
+            for place in mine:
+                staying[place].append(one)
         else:
             copies[one] = original
     return copies
+
+
+def _proposed(groups: Sequence[np.ndarray]) -> np.ndarray:
+    """The numbers that are in the groups, in order; at most PROPOSED, those that are in most groups."""
+    found = np.concatenate([np.empty(0, np.int64), *groups])
+    if len(found) < MANY:
+        others, shared = np.unique(found, return_counts=True)
+    else:
+        table = np.bincount(found)
+        others = np.flatnonzero(table)
+        shared = table[others]
+    if len(others) > PROPOSED:
+        others = np.sort(others[np.argpartition(-shared, PROPOSED)[:PROPOSED]])
+    return others
 
 
 def _first_like(
     one: int, others: np.ndarray, signature_NP: np.ndarray, sets: Callable[[int], np.ndarray], threshold: float
 ) -> int | None:
     estimates = (signature_NP[others] == signature_NP[one]).mean(1)
+    others, estimates = others[estimates >= threshold - SLACK], estimates[estimates >= threshold - SLACK]
+    if len(others) > COMPARED:
+        others = np.sort(others[np.argpartition(-estimates, COMPARED)[:COMPARED]])
     mine = sets(one)
-    for other in others[estimates >= threshold - SLACK].tolist():
+    for other in others.tolist():
         if likeness(mine, sets(other)) >= threshold:
             return other
     return None
@@ -156,13 +179,20 @@ class Originals:
         # at most len(mine) - needed hashes of `mine` may be missing in the other, so one more holds a shared one; those
         # that are in no set are the rarest
         holders = self._starts[at + 1] - self._starts[at]
-        rarest = at[np.argsort(holders, kind="stable")[: len(at) - needed + 1]]
-        owners = np.unique(
-            np.concatenate([self._owners[self._starts[i] : self._starts[i + 1]] for i in rarest.tolist()])
-        )
+        order = np.argsort(holders, kind="stable")[: len(at) - needed + 1]
+        rarest, holders = at[order], holders[order]
+        if holders.sum() >= MANY:  # common words alone are left: compare with all sets at once
+            both = np.bincount(self._owners_of(at), minlength=len(self.sets))
+            like = np.flatnonzero(both / (self._sizes + len(mine) - both) >= self.threshold)
+            return int(like[0]) if len(like) else None
+        owners = np.unique(self._owners_of(rarest))
         sizes = self._sizes[owners]
         fits = (sizes >= needed) & (sizes * self.threshold <= len(mine) + 1e-6)
         for owner in owners[fits].tolist():
             if likeness(mine, self.sets[owner]) >= self.threshold:
                 return owner
         return None
+
+    def _owners_of(self, values: np.ndarray) -> np.ndarray:
+        """The sets that hold each of these hashes (given by their places), one after another."""
+        return np.concatenate([self._owners[self._starts[i] : self._starts[i + 1]] for i in values.tolist()])

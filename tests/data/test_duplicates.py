@@ -12,6 +12,7 @@ import pytest
 from reference.duplicates import jaccard, runs
 from reference.duplicates import near_duplicates as by_hand
 
+from headstart.data import duplicates
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.duplicates import FUNCTIONS, MISSED, Originals, bands, content_key, near_duplicates, require_minhash
 from headstart.data.prepare import PreparedData, prepare
@@ -118,9 +119,11 @@ def test_what_does_not_count():
     assert likeness(shingles(ids), shingles(other)) == 3 / 6
 
 
+@pytest.mark.parametrize("many", [1, 1 << 12])
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.95, 1.0])
-def test_copies_of_originals_are_those_found_by_hand(threshold: float):
-    """It is exact: no copy is missed and none invented."""
+def test_copies_of_originals_are_those_found_by_hand(threshold: float, many: int, monkeypatch: pytest.MonkeyPatch):
+    """It is exact: no copy is missed and none invented. Few holders are compared one by one, many at once."""
+    monkeypatch.setattr(duplicates, "MANY", many)
     draw = random.Random(2)
     log = near_log(draw, 90, share=0.5 * (1 - threshold))
     made, hand = sets_of(log), [runs_of(each) for each in log]
@@ -151,6 +154,21 @@ def test_near_duplicates_are_those_found_by_hand(threshold: float):
     found = near_duplicates(made.__getitem__, len(made), threshold)
     expected = by_hand([runs_of(each) for each in log], threshold)
     assert len(expected) > 60 and found == expected
+
+
+def test_of_very_many_proposals_the_likeliest_are_compared(monkeypatch: pytest.MonkeyPatch):
+    """Each label of one long question with other words in it: all are proposed for all, few are copies."""
+    pytest.importorskip("datasketch")
+    draw = random.Random(8)
+    base = " ".join(VOCABULARY[:80])
+    log = [record(f"r{n}", base, text(draw, 24)) for n in range(120)]
+    log += [record(f"c{n}", base, changed(draw, log[n]["response"], 0.05)) for n in range(0, 120, 3)]
+    made, hand = sets_of(log), [runs_of(each) for each in log]
+    assert 0.55 < jaccard(hand[0], hand[1]) < 0.7
+    for name, value in (("PROPOSED", 40), ("COMPARED", 3), ("MANY", 20)):
+        monkeypatch.setattr(duplicates, name, value)
+    found, expected = near_duplicates(made.__getitem__, len(made), 0.8), by_hand(hand, 0.8)
+    assert len(expected) > 30 and found == expected
 
 
 def test_chains_of_copies():

@@ -136,8 +136,13 @@ def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: 
     base = renderer.render(messages[:index], tools=tools)[0]
     fresh = len(os.path.commonprefix([base, text]))
     # a tag may enclose the whole message: the part in the prompt is not the answer's
-    spans = tuple((max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt))
-    return Turn(index, text, len(base), fresh, len(text), spans)
+    spans: list[tuple[int, int]] = []
+    for start, end in tags:
+        if spans and spans[-1][1] == start:  # thoughts and answer may have a tag each
+            spans[-1] = spans[-1][0], end
+        elif start >= fresh and end > len(prompt):
+            spans.append((max(start, len(prompt)), end))
+    return Turn(index, text, len(base), fresh, len(text), tuple(spans))
 
 
 class _Unstable(Exception):

@@ -197,6 +197,18 @@ def test_tags_that_mark_thoughts_and_answer_apart_train_both(make_chat):
     assert text == "user|:|Hi|⏎|assistant|:|«0:Hello| there|?»|</think>|«1:Bye»|⏎"
 
 
+def test_tags_that_touch_are_one_answer(make_chat):
+    """The text between them is drafted from one into the other, as the model says it."""
+    touching = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endgeneration %}{% generation %}"
+        "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    text = one(make_chat("chatml", template=touching), [TWO_TURNS[0], {**THINKING, "content": "Bye"}])
+    assert text == "user|:|Hi|⏎|assistant|:|«0:<think>|Hello| there|?|</think>|Bye|<|im_end|>»|⏎"
+
+
 def test_nothing_is_trained_behind_the_stop_token_of_an_answer(make_chat):
     twice = TEMPLATES["tagged"].replace(
         "{{ '<|im_end|>\n' }}{% else %}",

@@ -55,7 +55,10 @@ def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
     if not chat.renderer.tagged(tools):
         return text, [(len(prompt), len(text))]
     fresh = len(os.path.commonprefix([chat.render(messages[:index], tools=tools), text]))
-    return text, [(max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt)]
+    spans = [(max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt)]
+    begins = [start for start, _ in spans if start not in [end for _, end in spans]]
+    ends = [end for _, end in spans if end not in [start for start, _ in spans]]
+    return text, list(zip(begins, ends, strict=True))
 
 
 def _encode(chat: ChatFormat, group: list[tuple], messages, finish_reason: str, tools) -> Encoded:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from headstart.data.answers import parse_answer
 from headstart.data.cutting import Cutter, Tokens
@@ -43,8 +45,19 @@ class Encoded:
     broken: int = 0
 
 
-@dataclass(frozen=True)
-class Request:
+class Masked(NamedTuple):
+    """What `Encoded` holds, as arrays: int32 [T] each."""
+
+    token_ids: np.ndarray
+    turn_ids: np.ndarray
+    finish_reason: str
+    broken: int = 0
+
+    def lists(self) -> Encoded:
+        return Encoded(self.token_ids.tolist(), self.turn_ids.tolist(), self.finish_reason, self.broken)
+
+
+class Request(NamedTuple):
     """A conversation to encode; the fields are the arguments of `ChatFormat.encode`."""
 
     messages: Sequence[Message]
@@ -54,8 +67,7 @@ class Request:
     max_length: int | None = None
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The turns that share one text, which becomes one sample."""
 
     turns: list[Turn]
@@ -69,7 +81,7 @@ class Part:
 
 
 #: the samples of a conversation: texts that are to be tokenised, or what is encoded already
-Plan = Sequence[Part | Encoded]
+Plan = Sequence[Part | Masked]
 
 
 class ChatFormat:
@@ -148,7 +160,8 @@ class ChatFormat:
         Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
         plan = self.plan(Request(messages, finish_reason, turns, tools, max_length))
-        return self.finish(plan, list(self.cutter.tokens([part.text for part in plan if isinstance(part, Part)])))
+        tokens = list(self.cutter.tokens([part.text for part in plan if isinstance(part, Part)]))
+        return [made.lists() for made in self.finish(plan, tokens)]
 
     def probe(self) -> Encoded:
         """A plain question and answer, encoded; the answer has thoughts, where the template's prompt begins them.
@@ -169,7 +182,7 @@ class ChatFormat:
                     "chat template: its {% generation %} tags mark nothing in a plain question and answer: "
                     "put them around the assistant's content and end-of-turn token (target.chat_template=FILE.jinja)"
                 )
-            return encoded
+            return encoded.lists()
         raise TemplateError(str(failed)) from failed
 
     def plan(self, request: Request) -> Plan:
@@ -196,20 +209,20 @@ class ChatFormat:
         for group in groups:
             require_pieces(messages, group, tools)
         reasons = ["stop"] * (len(groups) - 1) + [request.finish_reason]
-        parts: list[Part | Encoded] = []
+        parts: list[Part | Masked] = []
         for group, reason in zip(groups, reasons, strict=False):
             beyond = None if request.max_length is None else self._beyond(group, request.max_length)
             parts.append(beyond or Part(group, messages, reason, tools))
         return parts
 
-    def finish(self, plan: Plan, tokens: Sequence[Tokens]) -> list[Encoded]:
+    def finish(self, plan: Plan, tokens: Sequence[Tokens]) -> list[Masked]:
         """The samples of a plan.
 
         Args: tokens: of each part's text.
         Raises: TemplateError as `encode` does.
         """
         left = iter(tokens)
-        parts = ([part] if isinstance(part, Encoded) else self._masked(part, next(left)) for part in plan)
+        parts = ([part] if isinstance(part, Masked) else self._masked(part, next(left)) for part in plan)
         return [made for part in parts for made in part]
 
     def _turns(
@@ -221,7 +234,7 @@ class ChatFormat:
             require_prompt(messages, self.render(messages, tools=tools), tools)  # a part left out is the better reason
             raise
 
-    def _beyond(self, turns: list[Turn], max_length: int) -> Encoded | None:
+    def _beyond(self, turns: list[Turn], max_length: int) -> Masked | None:
         """The first max_length + 1 tokens if every answer begins after them, else None.
 
         Where a template rewrites history, a long conversation gives one sample per answer. Most of them are too long,
@@ -236,9 +249,10 @@ class ChatFormat:
             # whatever follows, only the last words of `head` can be tokenised in another way
             self._head = head, tokens.ids[: tokens.word_before(len(head))]
         ids = self._head[1][: max_length + 1]
-        return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
+        unsupervised = np.full(len(ids), -1, np.int32)
+        return Masked(np.array(ids, np.int32), unsupervised, "length") if len(ids) > max_length else None
 
-    def _masked(self, part: Part, whole: Tokens) -> list[Encoded]:
+    def _masked(self, part: Part, whole: Tokens) -> list[Masked]:
         """The sample of a part; and one more for each turn whose prompt alone has other ids.
 
         Args: whole: its text, tokenised.
@@ -252,17 +266,17 @@ class ChatFormat:
             return [made for group in groups for made in self._cut(part, group)]
         return [self._mask(part, self.cutter.split(part.text, starts[0], whole) if apart else whole)]
 
-    def _cut(self, part: Part, turns: list[Turn]) -> list[Encoded]:
+    def _cut(self, part: Part, turns: list[Turn]) -> list[Masked]:
         """Samples of some turns of a part, in the text up to the end of the last of them."""
         text = part.text[: turns[-1].end]
         reason = part.finish_reason if turns[-1] is part.turns[-1] else "stop"
-        own = replace(part, turns=[replace(turn, text=text) for turn in turns], finish_reason=reason)
+        own = part._replace(turns=[replace(turn, text=text) for turn in turns], finish_reason=reason)
         return self._masked(own, next(self.cutter.tokens([text])))
 
-    def _mask(self, part: Part, tokens: Tokens) -> Encoded:
+    def _mask(self, part: Part, tokens: Tokens) -> Masked:
         text, finish_reason = part.text, part.finish_reason
         spans = [(turn, start, end) for turn in part.turns for start, end in turn.spans]
-        ids, turn_ids = tokens.ids, [-1] * len(tokens.ids)
+        ids, turn_ids = tokens.ids, np.full(len(tokens.ids), -1, np.int32)
         stop_at = len(ids)
         broken = 0
         over: Turn | None = None
@@ -283,14 +297,15 @@ class ChatFormat:
                 if cut:
                     past = stop  # the answer was cut: its end was never generated
             elif ending is not None:
-                ids, turn_ids = [*ids, ending], [*turn_ids, -1]
+                ids, turn_ids = [*ids, ending], np.append(turn_ids, np.int32(-1))
                 past = stop_at = len(ids)
             else:
                 past = self.ends.past(text, tokens, number, (start, end), message, part.tools)
-            turn_ids[first:past] = [number] * (past - first)
+            turn_ids[first:past] = number
             if cut:
                 stop_at = past
-        return Encoded(ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
+        token_ids = np.array(ids, np.int32)
+        return Masked(token_ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
 
     def _first_stop(self, ids: list[int], first: int, limit: int) -> int | None:
         """The first stop token from `first` on and before `limit`."""

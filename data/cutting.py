@@ -19,8 +19,10 @@ LONGEST_WORDS, MOST_WORDS = 256, 1024
 #: what is put in front of a piece of text and taken away again. SentencePiece tokenizers put a space in front of a
 #: text, so that the piece alone would become another text
 ANCHORS = ("", ".", "0", "a")
-#: characters that are tokenised together: enough for a few threads, and their tokens fit into a processor's cache
-BATCH = 1 << 17
+#: characters that are tokenised together: enough for many threads. Their tokens take some 10 MB
+BATCH = 1 << 18
+#: among so many tokens at most, a token is found by looking at all
+FEW_TOKENS = 2048
 #: arguments of a tokenizer that gives ids alone; what else is needed is asked of its encodings
 PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
 
@@ -39,6 +41,19 @@ class _Offsets(Sequence[tuple[int, int]]):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self._encoding.offsets)
+
+    def first_at(self, character: int, first: int) -> int | None:
+        """Index of the first token from `first` on that begins at `character` or later; None where that takes long."""
+        count = len(self)
+        if not first < count <= FEW_TOKENS:
+            return None
+        if self[count - 1][0] < character:
+            return count
+        token = self._encoding.char_to_token(character)  # looks at all tokens, one after another
+        if token is None or token < first:
+            return None
+        token += self[token][0] < character
+        return token if token == first or self[token - 1][0] < character <= self[token][0] else None
 
 
 @dataclass(frozen=True)
@@ -63,11 +78,12 @@ class Tokens:
 
     def after(self, character: int, first: int) -> int:
         """Index of the first token from `first` on that begins at `character` or later."""
-        return bisect_left(self.offsets, (character,), first)
+        found = self.offsets.first_at(character, first) if isinstance(self.offsets, _Offsets) else None
+        return bisect_left(self.offsets, (character,), first) if found is None else found
 
     def word_before(self, character: int, origin: int = 0) -> int:
         """The token that begins the word WORDS_BEFORE words before `character`; `origin` if that comes later."""
-        token = min(bisect_left(self.offsets, (character, 0), origin), len(self.ids) - 1)
+        token = min(self.after(character, origin), len(self.ids) - 1)
         seen = 0
         while token > origin and seen < WORDS_BEFORE:
             token -= 1

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from headstart.data.chat import ChatFormat, Encoded, Plan, Request, answers_of
+from headstart.data.chat import ChatFormat, Encoded, Masked, Plan, Request, answers_of
 from headstart.data.config import DataConfig
 from headstart.data.cutting import BATCH, Cutter, Tokens
 from headstart.data.media import dropped_for
@@ -25,14 +25,14 @@ from headstart.heads.errors import DataError, HeadstartError
 
 #: conversations that each rank encodes before the ranks exchange their results
 BLOCK = 256
+#: most conversations whose texts are tokenised together
+ROWS = 1024
 #: reason for dropping a distillation's conversation whose first answer has no end
 CUT = "its answer was cut (data.distill.cut_answers=drop)"
 #: values of TOKENIZERS_PARALLELISM with which the tokenizers use one thread
 ONE_THREAD = frozenset({"", "off", "false", "f", "no", "n", "0"})
-#: tokens and turns, int32 [T], the finish reason, and the number of broken answers
-Made = tuple[np.ndarray, np.ndarray, str, int]
 #: a conversation with its samples, or with the reason why it cannot be trained on
-Result = tuple[Conversation, "list[Made] | str"]
+Result = tuple[Conversation, "list[Masked] | str"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,11 @@ class Ranks:
 
 
 ALONE = Ranks()
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A conversation whose texts are to be tokenised; or one that is done."""
 
     conversation: Conversation
-    made: list[Made] | str = ""
+    made: list[Masked] | str = ""
     chat: ChatFormat | None = None
     plan: Plan = ()
 
@@ -87,7 +86,7 @@ class Encoder:
             if os.environ.get("TOKENIZERS_PARALLELISM", "true").lower() not in ONE_THREAD:
                 pool = stack.enter_context(ThreadPoolExecutor(1))
             for rows in self._groups(conversations):
-                texts = [part.text for row in rows for part in row.plan if not isinstance(part, Encoded)]
+                texts = [part.text for row in rows for part in row.plan if not isinstance(part, Masked)]
                 ahead.append((rows, self._cutter.tokens(texts, pool)))
                 if len(ahead) > (pool is not None):
                     yield from self._finished(*ahead.popleft())
@@ -100,8 +99,8 @@ class Encoder:
         size = 0
         for conversation in conversations:
             rows.append(row := self._row(conversation))
-            size += sum(len(part.text) for part in row.plan if not isinstance(part, Encoded))
-            if size >= BATCH or len(rows) >= BLOCK:
+            size += sum(len(part.text) for part in row.plan if not isinstance(part, Masked))
+            if size >= BATCH or len(rows) >= ROWS:
                 yield rows
                 rows, size = [], 0
         if rows:
@@ -130,17 +129,17 @@ class Encoder:
         for row in rows:
             made = row.made
             if row.chat is not None:
-                own = list(islice(tokens, sum(not isinstance(part, Encoded) for part in row.plan)))
+                own = list(islice(tokens, sum(not isinstance(part, Masked) for part in row.plan)))
                 try:
-                    made = list(map(_arrays, row.chat.finish(row.plan, own)))
+                    made = row.chat.finish(row.plan, own)
                 except RefusedError as error:
                     made = error.reason
             yield row.conversation, made
 
 
-def _arrays(encoded: Encoded) -> Made:
+def _arrays(encoded: Encoded) -> Masked:
     ids, turns = np.array(encoded.token_ids, np.int32), np.array(encoded.turn_ids, np.int32)
-    return ids, turns, encoded.finish_reason, encoded.broken
+    return Masked(ids, turns, encoded.finish_reason, encoded.broken)
 
 
 def encode_on_ranks(
@@ -185,12 +184,12 @@ def encode_on_ranks(
 
 def _encode_block(
     encode: Callable[[Iterable[Conversation]], Iterator[Result]], block: Sequence[Conversation]
-) -> tuple[list[list[Made] | str], Exception | None]:
+) -> tuple[list[list[Masked] | str], Exception | None]:
     """The results of a block; where that fails, those before the first conversation that fails alone, and its error."""
     try:
         return [made for _, made in encode(block)], None
     except Exception:
-        results: list[list[Made] | str] = []
+        results: list[list[Masked] | str] = []
         for conversation in block:
             try:
                 results += [made for _, made in encode([conversation])]

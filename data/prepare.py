@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from headstart.data.chat import begins_with_answer
+from headstart.data.chat import Masked, begins_with_answer
 from headstart.data.config import DataConfig, SourceConfig
-from headstart.data.encoding import ALONE, Encoder, Made, Ranks, encode_on_ranks
+from headstart.data.encoding import ALONE, Encoder, Ranks, encode_on_ranks
 from headstart.data.gather import Gathered, first_prompts
 from headstart.data.media import file_and_line
 from headstart.data.records import Conversation, unread_note
@@ -150,7 +150,7 @@ def tokenize(
 
 
 def _sample(
-    name: str, item: Made, conversation: Conversation, config: DataConfig, report: TokenizeReport
+    name: str, item: Masked, conversation: Conversation, config: DataConfig, report: TokenizeReport
 ) -> Sample | str:
     """The sample, or the reason for which it is dropped."""
     tokens, turns, finish, broken = item

@@ -22,8 +22,6 @@ from headstart.data.one_pass import OnePass
 from headstart.heads.errors import TemplateError
 from headstart.heads.targets.template_date import fix_date, fixed_date
 
-#: fields of a message without tools, thoughts or names
-BARE = frozenset({"role", "content"})
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."})
 #: a question, a tool call and its result; some templates want nine characters in an id
@@ -165,8 +163,9 @@ class Renderer:
         if one is None or one.end not in ("", self.foot):
             return None
         try:
-            shaped = plain_messages(map(self.form.apply, messages))
-            text, marks = one.run(shaped, plain_data(list(tools)) or None)
+            if self.form.parts or not all(map(_is_plain, messages)):
+                messages = plain_messages(map(self.form.apply, messages))
+            text, marks = one.run(messages, plain_data(list(tools)) if tools else None)
         except Exception:  # the template refuses the messages, or it looks further than one run shows
             return None
         return text[: marks[-1]], marks, one.prompt
@@ -221,12 +220,14 @@ def plain_messages(messages: Iterable[Message]) -> list[Message]:
     """Messages as transformers gives them to a template: newer versions also give their thoughts all names."""
     from transformers.utils import chat_template_utils as library
 
-    plain = [
-        message if message.keys() == BARE and type(message["content"]) is str else plain_data(message)
-        for message in messages
-    ]
+    plain = [plain_data(message) for message in messages]
     rename = getattr(library, "_alias_reasoning_fields", None)
-    return rename(plain) if rename and any(message.keys() != BARE for message in plain) else plain
+    return rename(plain) if rename else plain
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether a message has a role and a text alone, so that every template may be given it as it is."""
+    return len(message) == 2 and type(message.get("content")) is str and type(message.get("role")) is str
 
 
 def chat_template(tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> str:

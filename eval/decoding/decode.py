@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headstart.eval.decoding.admission import admit_rows
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.graphs import CycleGraphs, uncaptured_cycles
@@ -189,7 +190,7 @@ class _Places:
         preparing = loop.prepare_s
         seed_1 = None if self.seeds is None else self.seeds[number : number + 1]
         given = [self.contexts[number]], [record.limits[number]], [record.stops[number]]
-        (token,) = loop.admit_rows([row], *given, seed_1)
+        (token,) = admit_rows(loop, [row], *given, seed_1)
         synchronize(device)
         waited = time.perf_counter() - began
         seconds = waited - (loop.prepare_s - preparing)

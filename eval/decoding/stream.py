@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.answering import Answer, Request, Requests
+from headstart.eval.decoding.admission import admit_rows
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.graphs import CycleGraphs, Table, uncaptured_cycles
 from headstart.eval.decoding.loop import COUNT, NEXT, Loop
@@ -170,7 +171,7 @@ class Stream:
             contexts, limits = [list(request.prompt_ids) for request in taken], [self.limit] * len(taken)
             seeds_n = self._seeds(taken, len(taken))
             stops = [self.stops] * len(taken)
-            self._begin(rows, loop.admit_rows(rows, contexts, limits, stops, seeds_n, self.places))
+            self._begin(rows, admit_rows(loop, rows, contexts, limits, stops, seeds_n, self.places))
             self._waited, filled = 0, True
 
     def _begin(self, rows: list[int], tokens: list[int]) -> None:

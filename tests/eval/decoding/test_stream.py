@@ -80,13 +80,13 @@ def test_rows_are_filled_together_or_after_a_while(target: Target, monkeypatch: 
     monkeypatch.setattr(module, "PART", 2)
     monkeypatch.setattr(module, "START_TOKENS", 0)
     sizes: list[int] = []
-    admit = module.Loop.admit_rows
+    admit = module.admit_rows
 
-    def counted(self: Any, rows: list[int], *rest: Any) -> list[int]:
+    def counted(loop: Any, rows: list[int], *rest: Any) -> list[int]:
         sizes.append(len(rows))
-        return admit(self, rows, *rest)
+        return admit(loop, rows, *rest)
 
-    monkeypatch.setattr(module.Loop, "admit_rows", counted)
+    monkeypatch.setattr(module, "admit_rows", counted)
     stream = Stream(engine_of(target, 4), Requests(requests_of(PROMPTS[:9])), Sampling(), LIMIT, set())
     assert len(found(stream.answers())) == 9
     assert sizes == [2, 2, 2, 2, 1]  # the last one finds no company

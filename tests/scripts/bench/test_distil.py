@@ -23,9 +23,9 @@ def test_a_measurement_counts_what_is_written(tmp_path: Path, monkeypatch: pytes
         return engines[-1]
 
     monkeypatch.setattr(Decoder, "engine_for", noted)
-    prompts = small_prompts(7)
+    prompts = small_prompts(9)[::3]  # of one question
     config = DistillConfig(max_new_tokens=12, batch_size=4)
-    found = measure(EngineAnswerer(small_target(), config), prompts[:3], config, 10, tmp_path)
+    found = measure(EngineAnswerer(small_target(), config), prompts, config, 10, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "batch-4.jsonl").read_text().splitlines()]
     assert len(records) == 10
     turns = [turn for record in records for turn in [*record.get("earlier_turns", []), record]]

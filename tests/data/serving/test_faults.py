@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 from openai_server import answer_to, serving
 from serving_help import FAST, digits, prompts_of
 
+from headstart.data.answer_file import AnswerFile
 from headstart.data.answering import Request, Requests
 from headstart.data.config import DistillConfig, ServerConfig
 from headstart.data.prompts import Chats
@@ -145,6 +147,37 @@ def test_a_server_that_asks_for_time_gets_it_from_all_requests(state, ask):
         check(ask(servers, prompts_of(4), concurrency=2), 4)
     assert {question for question, _ in one.asked[:2]} == {digits(0), digits(1)}
     assert one.times[2] - one.times[0] >= 0.99
+
+
+def test_an_interrupted_run_lets_go_of_its_servers_and_goes_on(state, ask, tmp_path, monkeypatch):
+    one, calls = state(latency=0.01), []
+    add = AnswerFile.add
+
+    def interrupted(file, record):
+        add(file, record)
+        calls.append(record["id"])
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerFile, "add", interrupted)
+    with serving(one) as servers:
+        with pytest.raises(KeyboardInterrupt):
+            ask(servers, prompts_of(20))
+        assert not [thread for thread in threading.enumerate() if thread.name == "headstart-servers"]
+        assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5
+        check(ask(servers, prompts_of(20)), 20)
+    again = [question for question, count in one.counts().items() if count > 1]
+    assert len(again) <= 4 and not {digits(int(name[1:])) for name in calls[:5]} & set(again)
+
+
+def test_time_that_is_over_keeps_what_was_answered_and_more_of_it_answers_the_rest(state, ask):
+    one, said = state(latency=0.05), []
+    with serving(one) as servers:
+        first = ask(servers, prompts_of(40), max_seconds=0.3, said=said)
+        assert 4 <= len(first) < 40
+        assert f"data.distill.max_seconds=0.3 are over: {len(first)} of 40 answers" in said
+        check(ask(servers, prompts_of(40), max_seconds=60.0), 40)
+    assert set(one.counts().values()) == {1}
 
 
 def test_waits_double_with_chance_and_have_a_bound():

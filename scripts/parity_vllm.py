@@ -52,21 +52,11 @@ from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, rank_of, read_a
 from headstart.parity_heads import TRAINED, head_directory, require_chain
 from headstart.parity_targets import PREFIX, small_target
 from headstart.saved_heads import bound_head, target_of_head
-from headstart.serve_vllm import end_of, engine_environment, vllm_server
+from headstart.serve_vllm import ENGINE_ENVIRONMENT, end_of, engine_environment, vllm_server
 from headstart.tuned_export import TunedExport
 
 #: largest relative difference of acceptance that passes
 TOLERANCE = 0.01
-#: what vLLM's CPU build needs, and what keeps it offline and quiet
-ENGINE_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}
 
 
 def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:

@@ -17,6 +17,16 @@ from headstart.heads.errors import ServerError
 
 #: seconds until the server must answer
 START = 600.0
+#: what vLLM's CPU build needs, and what keeps it offline and quiet
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
 
 
 def engine_environment(added: dict[str, str]) -> dict[str, str]:
@@ -36,14 +46,19 @@ def free_port() -> int:
 
 @contextmanager
 def vllm_server(
-    python: str, target: Path, speculative: dict[str, Any], log: Path, environment: dict[str, str], *arguments: str
+    python: str,
+    target: Path,
+    speculative: dict[str, Any] | None,
+    log: Path,
+    environment: dict[str, str],
+    *arguments: str,
 ) -> Iterator[str]:
     """Start a server and yield its address. It is stopped at the end.
 
     Args:
         python: interpreter of an environment with vLLM.
         target: directory of the model.
-        speculative: `--speculative-config`.
+        speculative: `--speculative-config`; None = without speculation.
         log: file for what the server says.
         environment: variables that it gets besides this process's own.
         arguments: further arguments of `vllm serve`.
@@ -51,7 +66,8 @@ def vllm_server(
     """
     port = free_port()
     command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(target.resolve())]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--speculative-config", json.dumps(speculative), *arguments]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    command += [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
     url = f"http://127.0.0.1:{port}"
     with open(log, "w") as out:
         process = subprocess.Popen(command, env=engine_environment(environment), stdout=out, stderr=out)

@@ -25,9 +25,9 @@ class Engine:
         title: its name for people.
         neutral: fields that switch off what it would otherwise take from the model's generation_config, or from
             defaults of its own.
-        takes_top_k, takes_template_kwargs, takes_token_ids, takes_stop_ids: whether it has top_k, variables of the chat
-            template, prompts of token ids, and a list of stop tokens.
-        with_ids: fields by which it returns token ids.
+        takes_top_k, takes_template_kwargs, takes_stop_ids: whether it has top_k, variables of the chat template, and a
+            list of stop tokens.
+        with_ids: fields by which it returns token ids; empty if it cannot.
         with_logprobs: fields by which log-probabilities name their tokens by id; None if it cannot.
         with_tools: fields of a request with tools.
     """
@@ -36,7 +36,6 @@ class Engine:
     neutral: dict[str, Any] = field(default_factory=dict)
     takes_top_k: bool = False
     takes_template_kwargs: bool = False
-    takes_token_ids: bool = False
     takes_stop_ids: bool = False
     with_ids: dict[str, Any] = field(default_factory=dict)
     with_logprobs: dict[str, Any] | None = None
@@ -49,10 +48,9 @@ TABLE = {
     "vllm": Engine(
         "vLLM",
         {"min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
-        True,
-        True,
-        True,
-        True,
+        takes_top_k=True,
+        takes_template_kwargs=True,
+        takes_stop_ids=True,
         with_ids={"return_token_ids": True},
         with_logprobs={"return_tokens_as_token_ids": True},
         with_tools={"tool_choice": "none"},  # otherwise it needs a parser of their calls
@@ -60,18 +58,16 @@ TABLE = {
     "sglang": Engine(
         "SGLang",
         {"min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
-        True,
-        True,
-        True,
-        True,
+        takes_top_k=True,
+        takes_template_kwargs=True,
+        takes_stop_ids=True,
     ),
     "tgi": Engine("TGI"),
     "llama.cpp": Engine(
         "llama.cpp",
         {"min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0, "cache_prompt": True},
-        True,
-        True,
-        True,
+        takes_top_k=True,
+        takes_template_kwargs=True,
         with_logprobs={},
     ),
     "openai": Engine("a server of OpenAI's interface"),
@@ -116,8 +112,8 @@ def require_settings(engine: str, config: DistillConfig, template_kwargs: dict[s
 def cannot_ask(engine: str, request: Request) -> str | None:
     """Why this kind of server cannot be asked this, or None."""
     kind = TABLE[engine]
-    if not request.messages and not kind.takes_token_ids:
-        return f"the record has token ids alone, and {kind.title} takes text"
+    if not request.messages and not kind.with_ids:
+        return f"the prompt is token ids alone, and {kind.title} does not return those of its answer"
     if request.template_kwargs and not kind.takes_template_kwargs:
         return f"chat_template_kwargs are given, and {kind.title} passes none to the chat template"
     return None

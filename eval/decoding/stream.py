@@ -26,6 +26,7 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.graphs import CycleGraphs, Table, uncaptured_cycles
 from headstart.eval.decoding.loop import COUNT, NEXT, Loop
 from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.kernels.launch import synchronize
 
 #: rows that are filled together: a part of the batch, and at most so many. With more, rows would stay empty for longer,
 #: and prompts of up to 256 tokens would no longer be read by a captured forward (prefill.CAPTURED_TOKENS)
@@ -103,6 +104,8 @@ class Stream:
                 yield from self.give(self._spare_s() if captured else None)
                 if not self._active_B.any() and not self.requests.waiting(1, self.longest):
                     break
+        # one captured cycle too many is still running, on buffers and graphs that may go now
+        synchronize(self.engine.device)
 
     def give(self, seconds: float | None = None) -> Iterator[Answer]:
         """Answers that are finished and were not given yet.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,7 +158,7 @@ class Gathered:
         for name, source in {conversation_of(sample): sample.meta["source"] for sample in kept}.items():
             self.counts[source].repeated += used[name] - 1
         again = [
-            replace(sample, id=f"{sample.id}#{number}")
+            sample.renamed(f"{sample.id}#{number}")
             for number in range(2, max(used.values(), default=0) + 1)
             for sample in kept
             if used[conversation_of(sample)] >= number

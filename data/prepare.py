@@ -19,6 +19,7 @@ from headstart.data.rejects import Rejects
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.separate import separate
 from headstart.data.split import Split, prompt_key
+from headstart.data.spool import Spool
 from headstart.heads.errors import DataError
 
 #: beginning of a reason for dropping conversations → what helps
@@ -123,7 +124,7 @@ def tokenize(
         DataError when the ranks do not read the same conversations.
     """
     samples: list[Sample] = []
-    report = TokenizeReport()
+    report, spool = TokenizeReport(), Spool()
     encode = Encoder(tokenizer, stop_token_ids, config)
     for conversation, encoded in encode_on_ranks(conversations, encode, ranks):
         report.conversations += 1
@@ -139,7 +140,7 @@ def tokenize(
         made: list[Sample | str] = []
         for number, item in enumerate(encoded):
             name = conversation.id if len(encoded) == 1 else f"{conversation.id}/turn{number}"
-            made.append(_sample(name, item, conversation, config, report))
+            made.append(_sample(name, item, conversation, config, report, spool))
         whole = [sample for sample in made if isinstance(sample, Sample)]
         samples += whole
         if not whole:
@@ -150,7 +151,7 @@ def tokenize(
 
 
 def _sample(
-    name: str, item: Masked, conversation: Conversation, config: DataConfig, report: TokenizeReport
+    name: str, item: Masked, conversation: Conversation, config: DataConfig, report: TokenizeReport, spool: Spool
 ) -> Sample | str:
     """The sample, or the reason for which it is dropped."""
     tokens, turns, finish, broken = item
@@ -174,7 +175,7 @@ def _sample(
         report.broken.append(name)
     meta: dict[str, Any] = {"conversation": conversation.id, "task": conversation.task, "source": conversation.source}
     meta["prompt_key"] = prompt_key(conversation)
-    return Sample(name, tokens, turns, finish, meta)
+    return spool.sample(name, tokens, turns, finish, meta)
 
 
 @dataclass

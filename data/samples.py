@@ -50,6 +50,17 @@ class Sample:
         """`(tokens_T, turn_T)`, int64, as FeatureBatch.pack wants them."""
         return torch.from_numpy(self.token_ids.astype(np.int64)), torch.from_numpy(self.turn_ids.astype(np.int64))
 
+    def renamed(self, id: str) -> Sample:
+        return replace(self, id=id)
+
+    def with_turns(self, turn_ids: np.ndarray) -> Sample:
+        """The sample with other turns, int32 [T], whose answers are its turns."""
+        return replace(self, turn_ids=turn_ids)
+
+    def with_all_supervised(self) -> Sample:
+        """The sample with all tokens but COPIED ones supervised, as one turn; `answer_ids` remembers the answers."""
+        return replace(self, turn_ids=all_as_one_turn(self.turn_ids), answer_ids=self.turn_ids)
+
     def digest(self) -> str:
         """Hash of tokens and turns: equal digests train equally."""
         content = self.token_ids.astype("<i4").tobytes() + b"|" + self.turn_ids.astype("<i4").tobytes()
@@ -57,12 +68,12 @@ class Sample:
 
 
 def supervise_everything(sample: Sample) -> Sample:
-    """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`).
+    """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`)."""
+    return sample.with_all_supervised()
 
-    `answer_ids` remembers which of them are answers.
-    """
-    turn_ids = np.where(sample.turn_ids == COPIED, sample.turn_ids, np.zeros_like(sample.turn_ids))
-    return replace(sample, turn_ids=turn_ids, answer_ids=sample.turn_ids)
+
+def all_as_one_turn(turn_ids: np.ndarray) -> np.ndarray:
+    return np.where(turn_ids == COPIED, turn_ids, np.zeros_like(turn_ids))
 
 
 def answer_turns(samples: Sequence[Sample]) -> list[Tensor] | None:

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -217,7 +217,7 @@ def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple
             turn_ids = sample.turn_ids.copy()
             for start, stop in copied:
                 turn_ids[start:stop] = COPIED
-            sample = replace(sample, turn_ids=turn_ids)
+            sample = sample.with_turns(turn_ids)
             if not sample.supervised:
                 copies.append(sample.id)
                 continue

@@ -28,6 +28,9 @@ from headstart.data.serving.reply import Reply
 from headstart.heads.errors import ServerError, TemplateError
 from headstart.heads.targets.target import Target
 
+#: what stands in a text for the bytes of a character that is not whole
+HALF = "\ufffd"
+
 
 class ServerAnswerer(Answerer):
     """Answers requests through servers.
@@ -154,7 +157,12 @@ class ServerAnswerer(Answerer):
         )
 
     def _from_text(self, request: Request, message: Message, finish: str) -> tuple[int, ...]:
-        """The message's tokens behind its prompt, as the template writes it there."""
+        """The message's tokens behind its prompt, as the template writes it there.
+
+        A text that was cut within a character ends with a mark of replacement, which nobody generated.
+        """
+        if finish == "length":
+            message = {**message, "content": message["content"].rstrip(HALF)}
         encoded = self._chats.of(request).encode([*request.messages, message], finish, "last", request.tools)[-1]
         begin = len(request.prompt_ids)
         if tuple(encoded.token_ids[:begin]) != request.prompt_ids:

@@ -187,6 +187,14 @@ def test_a_filtered_answer_counts_as_cut(state, ask, target):
     assert record["response_token_ids"][-1] not in target.stop_token_ids
 
 
+def test_a_text_that_was_cut_within_a_character(state, ask, tokenizer):
+    one = state(owner="openai", ids=False)
+    one.answer = lambda messages: {"content": "Hello there\ufffd", "finish_reason": "length"}
+    with serving(one) as servers:
+        record = ask(servers, prompts_of(1))["p0"]
+    assert record["response_token_ids"] == tokenizer("Hello there", add_special_tokens=False)["input_ids"]
+
+
 def test_an_unknown_finish_reason_is_skipped(state, ask, tmp_path):
     one = state(answer=lambda messages: {"content": "Hello", "finish_reason": "tired"})
     with serving(one) as servers:

@@ -75,6 +75,8 @@ def read_reply(content: bytes, where: str, limit: int, top_logprobs: int = 0) ->
     prompt_ids = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
     ids = _ids(choice.get("token_ids"), f"{where}: token_ids")
     count = None if made is None else whole(made, f"{where}: usage.completion_tokens", 0, limit)
+    if ids is None and top_logprobs:
+        ids = _chosen(choice, count)
     if ids is not None and count is not None and len(ids) != count:
         raise ServerError(f"{where}: token_ids: found {len(ids)}, expected usage.completion_tokens={count}")
     return Reply(
@@ -118,6 +120,23 @@ def _ids(value: Any, name: str) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
+def _chosen(choice: dict[str, Any], count: int | None) -> tuple[int, ...] | None:
+    """The answer's token ids as its log-probabilities name them (llama.cpp); None where they do not name all."""
+    given = choice.get("logprobs")
+    content = given.get("content") if isinstance(given, dict) else None
+    ids = [_id(entry) for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
+    whole_ids = tuple(token for token in ids if type(token) is int and 0 <= token < 2**31)
+    return whole_ids if ids and len(whole_ids) == len(ids) == count else None
+
+
+def _id(entry: dict[str, Any]) -> Any:
+    """The id of a token: a field of its own (llama.cpp), or written as its text (vLLM)."""
+    text = entry.get("token")
+    if entry.get("id") is None and isinstance(text, str) and text.startswith(ID) and text[len(ID) :].isdecimal():
+        return int(text[len(ID) :])
+    return entry.get("id")
+
+
 def _logprobs(choice: dict[str, Any], where: str, most: int) -> dict[str, Any]:
     """Raises: ServerError where they are missing, or name their tokens by text alone."""
     name = f"{where}: logprobs"
@@ -141,12 +160,11 @@ def _logprobs(choice: dict[str, Any], where: str, most: int) -> dict[str, Any]:
 
 
 def _pair(entry: dict[str, Any], name: str) -> tuple[int, float]:
-    text, value = entry.get("token"), entry.get("logprob")
-    token = entry.get("id")
-    if token is None and isinstance(text, str) and text.startswith(ID) and text[len(ID) :].isdecimal():
-        token = int(text[len(ID) :])
+    token, value = _id(entry), entry.get("logprob")
     if token is None:
-        raise ServerError(f"{name}: found {found(text)}, expected a token's id; set data.distill.top_logprobs=0")
+        raise ServerError(
+            f"{name}: found {found(entry.get('token'))}, expected a token's id; set data.distill.top_logprobs=0"
+        )
     # JSON has no infinity: servers write -9999 or the like for a probability of 0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
         raise ServerError(f"{name}: found {found(value)}, expected a log-probability")

@@ -225,6 +225,21 @@ def test_log_probabilities_are_kept_by_token_id(state, ask):
     }
 
 
+def test_log_probabilities_may_name_the_answers_tokens(state, ask):
+    """As llama.cpp does: it returns no token ids of the answer elsewhere."""
+
+    def as_llama_cpp(body):
+        for entry in body["choices"][0]["logprobs"]["content"]:
+            for each in (entry, *entry["top_logprobs"]):
+                each["id"], each["token"] = int(each["token"].removeprefix("token_id:")), "x"
+        return body
+
+    with serving(state(**LIKE_OTHERS, change=as_llama_cpp)) as servers:
+        record = ask(servers, prompts_of(1), top_logprobs=2)["p0"]
+    assert record["token_ids_from"] == "server"
+    assert record["top_logprobs"]["token_ids"] == [[token, token + 1] for token in record["response_token_ids"]]
+
+
 def test_a_prompt_of_token_ids_is_asked_as_it_is(state, ask, tmp_path):
     prompt = Prompt("p", (), prompt_token_ids=(5, 6, 7))
     one = state()

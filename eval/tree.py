@@ -79,6 +79,10 @@ class Tree:
         """The same tree without the nodes where `kept_BN` (bool, [B, N] or [B, 1]) is False."""
         return replace(self, valid_BN=self.valid_BN & kept_BN)
 
+    def or_chain(self) -> Tree:
+        """The same tree; one of a single node as the chain that it is, which the target verifies faster."""
+        return replace(self, levels=min(self.levels, 1), linear=True) if self.nodes == 1 else self
+
     def first(self, levels: int) -> Tree:
         """The tree's first levels: a chain loses its other nodes, other trees only their validity."""
         if levels >= self.levels:
@@ -264,4 +268,4 @@ def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Ten
     parent_BN = torch.where(parent_kept >= 0, rank_BM.gather(1, parent_kept.clamp(min=0)), -1)
     tokens_BN, depth_BN = tokens_BM.gather(1, kept_BN), depth_BM.gather(1, kept_BN)
     score_BN = score_BM.gather(1, kept_BN)
-    return Tree(tokens_BN, parent_BN, depth_BN, torch.isfinite(score_BN), levels, score_BN=score_BN)
+    return Tree(tokens_BN, parent_BN, depth_BN, torch.isfinite(score_BN), levels, score_BN=score_BN).or_chain()

@@ -21,6 +21,7 @@ from headstart.data.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
+from headstart.data.sources import read_jsonl
 from headstart.heads.targets.fetch import default_cache
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
@@ -46,7 +47,7 @@ def questions() -> list[Prompt]:
 def turns_of(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """(id, turn) → the turn's tokens and finish reason."""
     turns = {}
-    for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for _, record in read_jsonl(path):
         for number, turn in enumerate([*record.get("earlier_turns", []), record]):
             turns[record["id"], number] = {name: turn[name] for name in TURN}
     return turns

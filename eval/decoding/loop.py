@@ -5,9 +5,6 @@ Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, S stop
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,7 +15,7 @@ from headstart.eval.decoding.drafter import Drafter, SizedDrafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Step
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
-from headstart.eval.decoding.scheduler import KEEP_ALL, CycleShape, Scheduler
+from headstart.eval.decoding.scheduler import KEEP_ALL, PLAIN, CycleShape, Scheduler
 from headstart.eval.decoding.verify import Verified, rule_of, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
 from headstart.eval.kernels.choices import compile_ways, decide_ways
@@ -67,9 +64,7 @@ class Loop:
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
         self.seeds_B, self.scheduler = seeds_B, scheduler
         self.spec = None if drafter is None else drafter.spec
-        self.shape, self.places = CycleShape(), 0
-        # that the latest cycle drafted
-        self._levels: float = 0
+        self.shape, self._latest, self.places = CycleShape(), PLAIN, 0
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
@@ -78,8 +73,7 @@ class Loop:
 
     @property
     def captures(self) -> bool:
-        drafts = self.drafter is None or self.drafter.captures
-        return self.engine.captures and drafts and self.scheduler.captures
+        return self.engine.captures and (self.drafter is None or self.drafter.captures) and self.scheduler.captures
 
     @property
     def prepare_s(self) -> float:
@@ -129,13 +123,9 @@ class Loop:
             self.drafter.levels_before = None if shape.says else shape.levels
 
     def next_shape(self) -> CycleShape:
-        """The shape that the scheduler wants for the next cycle, or the same that says how sure the drafts are."""
-        shape = self.scheduler.next_shape()
-        levels = math.inf if shape.levels is None else shape.levels
-        if not shape.says and self._levels > levels:
-            shape = replace(shape, says=True)
-        self._levels = levels
-        return shape
+        """The shape that the scheduler wants for the next cycle, see CycleShape.after."""
+        self._latest = self.scheduler.next_shape().after(self._latest)
+        return self._latest
 
     def choose_ways(self) -> None:
         """Choose the fastest kernels for the matrix products of a cycle of this shape (CUDA only), after one ran."""

@@ -6,7 +6,7 @@ Shape legend: B batch, N nodes.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,12 @@ class CycleShape:
     nodes: int | None = None
     rows: int | None = None
     says: bool = True
+
+
+    def after(self, before: CycleShape) -> CycleShape:
+        """This shape, or the same that says how sure the drafts are if the cycle before drafted more levels."""
+        more = self.levels is not None and (before.levels is None or before.levels > self.levels)
+        return replace(self, says=True) if more else self
 
 
 WHOLE, PLAIN = CycleShape(), CycleShape(levels=0)

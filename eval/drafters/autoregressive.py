@@ -30,7 +30,7 @@ from headstart.eval.drafters.layer import appended
 from headstart.eval.drafters.one_by_one import OneByOne
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
-from headstart.eval.kernels.line_up import Lined, line_up
+from headstart.eval.kernels.line_up import Lined, hold, line_up
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain
 from headstart.heads.families.autoregressive import AutoregressiveHead
@@ -79,11 +79,7 @@ class AutoregressiveDrafter(CachedDrafter):
         # the next token of every row but the last is known; the last row waits for the root
         known_B = context.count_B - 1
         self._read_context(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
-        last = context.at(known_B[:, None])
-        # the state of a captured cycle keeps its shape, however many rows wait
-        self.pending_BJ = F.pad(last.tokens_BJ, (0, self.depth))
-        self.pending_g_BJH = F.pad(self._fuse(last, slice(None)), (0, 0, 0, self.depth))
-        self.pending_B = last.count_B
+        self._hold(context.at(known_B[:, None]))
 
     def _make_step(self, slots: int) -> DraftStep:
         return DraftStep(self.head, slots)
@@ -98,12 +94,10 @@ class AutoregressiveDrafter(CachedDrafter):
 
     def _hold(self, rows: Rows) -> None:
         """Keep rows for the next `propose`: their last one lacks its next token, the root."""
-        tokens_BJ, g_BJH, count = rows.tokens_BJ, self._fuse(rows, slice(None)), rows.tokens_BJ.shape[1]
-        if count <= self.depth:
-            # columns behind them are not read: those of earlier rows fill the state, with one launch each
-            tokens_BJ = torch.cat((tokens_BJ, self.pending_BJ[:, count:]), 1)
-            g_BJH = torch.cat((g_BJH, self.pending_g_BJH[:, count:]), 1)
-        self.pending_BJ, self.pending_g_BJH, self.pending_B = tokens_BJ, g_BJH, rows.count_B
+        fused_BJH, most = self._fuse(rows, slice(None)), self.depth + 1
+        # the state of captured cycles keeps its shape, whatever a cycle drafted
+        self.pending_BJ, self.pending_g_BJH = hold(rows.tokens_BJ, fused_BJH, most)
+        self.pending_B = rows.count_B
 
     @property
     def width(self) -> int:

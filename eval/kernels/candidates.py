@@ -252,7 +252,7 @@ def select_kernel(stored: Stored, nodes: int, levels: int, draft_ids_U: Tensor |
         valid_BN.view(torch.uint8), total, keep, MAPPED=draft_ids_U is not None, BLOCK=BLOCK_CANDIDATES, CHUNK=128,
         num_warps=4, **launch_options(device),
     )  # fmt: skip
-    return Tree(tokens_BN, parent_BN, depth_BN, valid_BN, levels, score_BN=score_BN)
+    return Tree(tokens_BN, parent_BN, depth_BN, valid_BN, levels, score_BN=score_BN).or_chain()
 
 
 if triton is not None:

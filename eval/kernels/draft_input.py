@@ -59,22 +59,25 @@ def draft_input(
 def draft_input_kernel(
     tokens_BN: Tensor, g_BfD: Tensor, source: DraftInput, under_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    g_BfD = g_BfD.contiguous()
     (batch, count), (before, width) = tokens_BN.shape, g_BfD.shape[1:]
+    # the first rows of each sequence of a larger tensor are read where they stand
+    if g_BfD.stride(2) != 1 or g_BfD.stride(1) != width or g_BfD.stride(0) % width:
+        g_BfD = g_BfD.contiguous()
+    take = under_BN is not None or not g_BfD.is_contiguous()
     rows = batch * count
     if under_BN is None and before != count:
         raise ValueError(f"{count} tokens and {before} features per sequence: give under_BN, the feature of each token")
     out_RC = g_BfD.new_empty((rows, 2 * width))
-    taken_RD = g_BfD.flatten(0, 1) if under_BN is None else g_BfD.new_empty((rows, width))
+    taken_RD = g_BfD.new_empty((rows, width)) if take else g_BfD.flatten(0, 1)
     # without norms the kernel gets factors that it does not read
     of_embedding, of_feature = source.norms or (NormWeights(g_BfD, 0.0),) * 2
     if rows:
         block = triton.next_power_of_2(width)
         launch(_draft_input_kernel, (rows, 2),
             tokens_BN.contiguous(), source.embed_VD, g_BfD, tokens_BN if under_BN is None else under_BN.contiguous(),
-            of_embedding.factor_D, of_feature.factor_D, out_RC, taken_RD, count, before, width,
-            source.embed_VD.stride(0), of_embedding.eps, of_feature.eps, NORM=source.norms is not None,
-            UNDER=under_BN is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            of_embedding.factor_D, of_feature.factor_D, out_RC, taken_RD, count, g_BfD.stride(0) // width,
+            width, source.embed_VD.stride(0), of_embedding.eps, of_feature.eps, NORM=source.norms is not None,
+            UNDER=under_BN is not None, TAKE=take, BLOCK=block, num_warps=min(16, max(1, block // 512)),
             **launch_options(g_BfD.device),
         )  # fmt: skip
     return out_RC, taken_RD
@@ -85,9 +88,10 @@ if triton is not None:
     @triton.jit(do_not_specialize=["count", "before"])
     def _draft_input_kernel(
         tokens, embedding, g, under, e_factor, g_factor, out, taken, count, before, width, stride_e, e_eps, g_eps,
-        NORM: tl.constexpr, UNDER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+        NORM: tl.constexpr, UNDER: tl.constexpr, TAKE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """One program per row and half: the embedding, then the feature."""
+        """One program per row and half: the embedding, then the feature. `before`: rows from one sequence of `g` to the
+        next."""
         row = tl.program_id(0).to(tl.int64)
         channel = tl.arange(0, BLOCK)
         inside = channel < width
@@ -106,11 +110,13 @@ if triton is not None:
             if NORM:
                 by = tl.load(g_factor + channel, mask=inside, other=0.0)
             await_previous(OVERLAP)
-            of = row
+            of = row // count * before
             if UNDER:
-                of = row // count * before + tl.load(under + row)
+                of += tl.load(under + row)
+            else:
+                of += row % count
             value = tl.load(g + of * width + channel, mask=inside, other=0.0)
-            if UNDER:
+            if TAKE:
                 tl.store(taken + row * width + channel, value, mask=inside)
             value = value.to(tl.float32)
             if NORM:

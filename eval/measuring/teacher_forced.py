@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from headstart.data.sources import read_jsonl
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.drafters import DRAFTERS
 from headstart.eval.measuring.metrics import Acceptance, acceptance
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="JSONL with prompt_token_ids and greedy_token_ids")
     parser.add_argument("--depth", type=int, default=5, help="drafts of the chain")
     arguments = parser.parse_args()
-    records = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
+    records = [record for _, record in read_jsonl(arguments.data)]
     target = load_target(TargetConfig(name=arguments.target, dtype="float32"))
     head = load_head(arguments.head).float().to(target.device).eval()
     head.bind(target.ends)

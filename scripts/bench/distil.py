@@ -10,7 +10,6 @@ prompts, they are asked again.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from headstart.data.answering import Answer, Answerer, Request, Requests
 from headstart.data.config import DistillConfig, SourceConfig
 from headstart.data.distill import distill
 from headstart.data.prompts import Chats, Prompt
-from headstart.data.sources import read_prompts
+from headstart.data.sources import read_jsonl, read_prompts
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.eval.kernels.launch import wake_compiler
 from headstart.heads.errors import DataError
@@ -127,11 +126,7 @@ def measure(
     out.unlink(missing_ok=True)
     distill(target, asked, config, out, answerer=clocked)
     seconds, tokenise_s = time.perf_counter() - clocked.began, clocked.began - began
-    turns = [
-        turn
-        for record in map(json.loads, out.read_text(encoding="utf-8").splitlines())
-        for turn in [*record.get("earlier_turns", []), record]
-    ]
+    turns = [turn for _, record in read_jsonl(out) for turn in [*record.get("earlier_turns", []), record]]
     tokens = sum(len(turn["response_token_ids"]) for turn in turns)
     mean_prompt = sum(len(turn["prompt_token_ids"]) for turn in turns) / len(turns)
     origin, decoder = provenance(target.device), engine.decoder

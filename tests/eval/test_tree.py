@@ -176,3 +176,11 @@ def test_expand_accumulates_log_probabilities() -> None:
     torch.testing.assert_close(level.score_BM.exp(), torch.tensor([[0.42, 0.12, 0.20, 0.12]]))
     # 0.12 ties with 0.12: the first stays
     assert level.frontier_Bk.tolist() == [[0, 2]]
+
+
+def test_a_tree_of_one_node_is_a_chain() -> None:
+    score, parent = torch.tensor([[-0.5, -0.1, -0.7]]), torch.tensor([[-1, -1, 0]])
+    depth, tokens = torch.tensor([[1, 1, 2]]), torch.tensor([[4, 5, 6]])
+    one, two = (select(score, parent, depth, tokens, nodes, 2) for nodes in (1, 2))
+    assert one.linear and one.levels == 1 and one.tokens_BN.tolist() == [[5]] and one.parent_BN.tolist() == [[-1]]
+    assert not two.linear and two.levels == 2

@@ -126,6 +126,7 @@ def test_out_of_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch, when: s
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_card_work_that_waits_for_the_host_is_refused_and_everything_goes_on() -> None:
     x, generator = torch.ones(8, device="cuda"), torch.Generator("cuda").manual_seed(3)
     stream = torch.cuda.current_stream()

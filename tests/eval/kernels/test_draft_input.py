@@ -28,5 +28,11 @@ def test_draft_input(width: int, normed: bool, dtype: torch.dtype) -> None:
                 close(found[0][:, half], expected[0][:, half])
             assert torch.equal(found[1], expected[1])
             assert torch.equal(found[1].view(2, 3, width)[1, 2], g[1, 2 if of is None else 0])
+        # the first rows of each sequence of a larger tensor are read where they stand
+        larger = random(2, 5, width, dtype=dtype, seed=5)
+        for part, of in ((larger[:, :3], None), (larger[:, 1:3], under)):
+            found = draft_input_kernel(tokens, part, source, of)
+            expected = draft_input_kernel(tokens, part.contiguous(), source, of)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     with pytest.raises(ValueError, match="3 tokens and 2 features per sequence"):
         draft_input_kernel(tokens, g, source)

@@ -64,7 +64,7 @@ def test_the_tree_is_the_heaps(depth: int, nodes: int, vocab: int, ties: str) ->
         tree = shape.tree((ranked.values[..., : shape.ranks], ranked.indices[..., : shape.ranks]), None)
     whole = sum(vocab**d for d in range(1, depth + 1))
     assert tree.nodes == shape.nodes == min(nodes, whole)
-    assert tree.levels == min(depth, nodes) and not tree.linear and tree.q_BNV is None
+    assert tree.levels == min(depth, nodes) and tree.linear == (nodes == 1) and tree.q_BNV is None
     for row in range(3):
         check(tree, row, ddtree(log_p_BKU[row].numpy(), nodes))
     assert ties == "none" or nodes < 9 or any(len(set(scores)) < len(scores) for scores in tree.score_BN.tolist())

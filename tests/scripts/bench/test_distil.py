@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headstart.bench.distil import measure, repeated
 from headstart.bench.kill_points import small_prompts, small_target
 from headstart.data.config import DistillConfig
+from headstart.data.distill import distill
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.eval.decoding.session import Decoder
 
@@ -35,6 +37,21 @@ def test_a_measurement_counts_what_is_written(tmp_path: Path, monkeypatch: pytes
     assert (found.prompts, found.path, found.dtype, found.batch) == (3, "generic", "float32", 4)
     assert 0 < found.written_s < found.seconds
     assert len(set(map(id, engines))) == 1  # nothing is made anew after the warm-up
+
+
+def test_an_answer_may_hold_any_separator_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON writes U+2028 and its like as they are: only a line feed ends a record."""
+
+    def with_separators(*given: Any, **named: Any) -> Path:
+        out: Path = distill(*given, **named)
+        records = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n") if line]
+        texts = [json.dumps({**record, "note": "a\u2028b\x85c"}, ensure_ascii=False) for record in records]
+        out.write_text("\n".join(texts) + "\n", encoding="utf-8")
+        return out
+
+    monkeypatch.setattr("headstart.bench.distil.distill", with_separators)
+    config = DistillConfig(max_new_tokens=4, batch_size=2)
+    assert measure(EngineAnswerer(small_target(), config), small_prompts(3)[:1], config, 3, tmp_path).answers >= 3
 
 
 def test_prompts_are_asked_again_under_other_names() -> None:

@@ -58,13 +58,14 @@ class Masked(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A conversation to encode; the fields are the arguments of `ChatFormat.encode`."""
+    """A conversation to encode: the arguments of `ChatFormat.encode`, and what `answers_of` gives where it is known."""
 
     messages: Sequence[Message]
     finish_reason: str = "stop"
     turns: str = "all"
     tools: Sequence[dict[str, Any]] = ()
     max_length: int | None = None
+    answers: list[int] | None = None
 
 
 class Part(NamedTuple):
@@ -197,7 +198,7 @@ class ChatFormat:
             except RefusedError:
                 pass  # it may only want a system message or tools, which the data may have
         messages, tools = self.renderer.prepared(request.messages), request.tools
-        answers = answers_of(messages)
+        answers = answers_of(messages) if request.answers is None else request.answers
         supervised = self._turns(messages, answers if request.turns == "all" else answers[-1:], tools)
         groups: list[list[Turn]] = []
         for turn in reversed(supervised):

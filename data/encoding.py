@@ -115,12 +115,15 @@ class Encoder:
                 turns = _whole_turns(conversation)
             encoded = encode_token_turns(turns, self.stop_token_ids, self.config.turns)
             return _Row(conversation, list(map(_arrays, encoded)) if turns else CUT)
-        if not answers_of(conversation.messages):
+        answers = answers_of(conversation.messages)
+        if not answers:
             return _Row(conversation, "no assistant answer")
         chat, config = self._chats.of(conversation), self.config
         messages, tools = conversation.messages, conversation.tools
         try:
-            plan = chat.plan(Request(messages, conversation.finish_reason, config.turns, tools, config.max_length))
+            plan = chat.plan(
+                Request(messages, conversation.finish_reason, config.turns, tools, config.max_length, answers)
+            )
         except RefusedError as error:
             return _Row(conversation, error.reason)
         return _Row(conversation, chat=chat, plan=plan)

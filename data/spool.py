@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from copy import copy
 from tempfile import TemporaryFile, gettempdir
 from typing import Any
 
@@ -34,13 +35,13 @@ class Spool:
         self._left -= token_ids.nbytes + turn_ids.nbytes
         if self._left >= 0:
             return Sample(id, token_ids, turn_ids, finish_reason, meta)
-        return StoredSample(id, finish_reason, meta, (self, self._write(token_ids, turn_ids), len(token_ids)))
+        return StoredSample(id, finish_reason, meta, self, self.write(token_ids), self.write(turn_ids), len(token_ids))
 
-    def _write(self, *arrays: np.ndarray) -> int:
-        """Where the arrays begin in the file."""
+    def write(self, values: np.ndarray) -> int:
+        """Append int32 values. Returns: where they begin in the file. Raises: StorageError where the disk is full."""
         if self._file is None:
             self._file = TemporaryFile(buffering=0)  # noqa: SIM115
-        place, content = self._end, memoryview(b"".join(array.tobytes() for array in arrays))
+        place, content = self._end, memoryview(values.astype(np.int32, copy=False).tobytes())
         try:
             while content:
                 written = os.pwrite(self._file.fileno(), content, self._end)
@@ -68,8 +69,11 @@ class Spool:
 class StoredSample(Sample):
     """A sample that reads its tokens and turns from the file whenever they are asked for."""
 
-    _stored: tuple[Spool, int, int]
-    _turns: np.ndarray | None
+    _spool: Spool
+    #: where tokens and turns begin in the file, and how many there are
+    _tokens: int
+    _turns: int
+    _count: int
     _everything: bool
 
     def __init__(
@@ -77,41 +81,50 @@ class StoredSample(Sample):
         id: str,
         finish_reason: str,
         meta: dict[str, Any],
-        stored: tuple[Spool, int, int],
-        turns: np.ndarray | None = None,
+        spool: Spool,
+        tokens: int,
+        turns: int,
+        count: int,
         everything: bool = False,
     ):
         own = {"id": id, "finish_reason": finish_reason, "meta": meta}
-        self.__dict__.update(own, _stored=stored, _turns=turns, _everything=everything)
+        stored = {"_spool": spool, "_tokens": tokens, "_turns": turns, "_count": count, "_everything": everything}
+        self.__dict__.update(own, **stored)
 
     def __len__(self) -> int:
-        return self._stored[2]
+        return self._count
 
     @property
     def token_ids(self) -> np.ndarray:  # type: ignore[override]
-        spool, place, count = self._stored
-        return spool.read(place, count)
+        return self._spool.read(self._tokens, self._count)
 
     @property
     def turn_ids(self) -> np.ndarray:  # type: ignore[override]
-        return all_as_one_turn(self._own_turns()) if self._everything else self._own_turns()
+        turn_ids = self._spool.read(self._turns, self._count)
+        return all_as_one_turn(turn_ids) if self._everything else turn_ids
 
     @property
     def answer_ids(self) -> np.ndarray | None:  # type: ignore[override]
-        return self._own_turns() if self._everything else None
+        return self._spool.read(self._turns, self._count) if self._everything else None
 
     def renamed(self, id: str) -> Sample:
-        return StoredSample(id, self.finish_reason, self.meta, self._stored, self._turns, self._everything)
+        return self._changed(id=id)
 
     def with_turns(self, turn_ids: np.ndarray) -> Sample:
-        return StoredSample(self.id, self.finish_reason, self.meta, self._stored, turn_ids)
+        return self._changed(_turns=self._spool.write(turn_ids))
 
     def with_all_supervised(self) -> Sample:
-        return StoredSample(self.id, self.finish_reason, self.meta, self._stored, self._turns, everything=True)
+        return self._changed(_everything=True)
 
-    def _own_turns(self) -> np.ndarray:
-        spool, place, count = self._stored
-        return spool.read(place + 4 * count, count) if self._turns is None else self._turns
+    def _changed(self, **fields: Any) -> Sample:
+        made = copy(self)
+        made.__dict__.update(fields)
+        return made
+
+    def __copy__(self) -> StoredSample:
+        made = object.__new__(StoredSample)
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Other processes get the arrays."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 
 import pytest
 from chat_templates import ENDS, TEMPLATES, word_tokenizer
@@ -256,3 +258,18 @@ def test_one_answer_that_is_rewritten_is_noticed_wherever_it_stands(place):
     assert stable_turns(renderer, messages, answers) is not None
     messages[answers[place]]["content"] = "think fast"
     assert stable_turns(renderer, messages, answers) is None
+
+
+@pytest.mark.parametrize("family", ["chatml", "tools", "tagged"])
+def test_ten_times_the_turns_take_at_most_thirteen_times_as_long(family):
+    """Of this process's time, 400 turns beside 40: `chatml` in one run of the template, the others piece by piece."""
+    chat, best = make(family, "bytes"), {40: math.inf, 400: math.inf}
+    rows = {count: conversation(random.Random(1), family, count) for count in best}
+    for _ in range(12):  # other processes disturb, and never make it faster
+        for count, messages in rows.items():
+            began = time.process_time()
+            chat.encode(messages)
+            best[count] = min(best[count], time.process_time() - began)
+        if best[400] <= 13 * best[40]:
+            return
+    raise AssertionError(best)

@@ -96,7 +96,7 @@ def test_a_full_disk_is_told_with_the_remedy(monkeypatch):
 
 def test_a_file_that_was_cut_is_noticed():
     _, stored = both()
-    os.ftruncate(stored._stored[0]._file.fileno(), 70)
+    os.ftruncate(stored._spool._file.fileno(), 70)
     with pytest.raises(StorageError, match="are gone"):
         stored.turn_ids  # noqa: B018
 

@@ -18,8 +18,8 @@ ODD = 0.5
 #: what drafting is believed to gain before anything is known, and how many rows and cycles that belief counts as: the
 #: first contexts of a small batch may be harder than the others
 BELIEF, BELIEVED_ROWS, BELIEVED_CYCLES = 1.05, 384, 8
-#: cycles whose gain does not count: the first choices are poor
-SETTLED = 24
+#: first cycles, and their rows at most, whose gain does not count: the first choices are poor
+SETTLED, SETTLED_ROWS = 24, 384
 
 
 @dataclass
@@ -100,11 +100,12 @@ class Gain:
 
     def __init__(self, batch: int):
         self.batch, self._cycles, self._rows, self._mean = batch, 0, 0, Mean(LASTING)
+        self._settled = min(SETTLED, SETTLED_ROWS // batch)
 
     def add(self, gain: float, rows: int) -> None:
         """Of a cycle. Args: rows: that decoded."""
         self._cycles += 1
-        if self._cycles > SETTLED:
+        if self._cycles > self._settled:
             self._rows += rows
             self._mean.add(gain, rows)
 

@@ -257,6 +257,16 @@ def test_drafting_is_given_up_by_what_was_committed(accepted: int, gives_up: boo
     assert book.gain.lost == gives_up
 
 
+@pytest.mark.parametrize(("batch", "cycles"), [(1, 24), (8, 24), (16, 24), (32, 12), (64, 6)])
+def test_a_large_batch_settles_in_fewer_cycles(batch: int, cycles: int) -> None:
+    gain = means.Gain(batch)
+    for _ in range(cycles):
+        gain.add(0.0, batch)
+        assert not gain.lost  # the first choices are poor
+    gain.add(-1000.0, batch)
+    assert gain.lost
+
+
 def test_times_follow_what_cycles_take() -> None:
     one, two, three = (CycleShape(levels) for levels in (1, 2, 3))
     times = Times()

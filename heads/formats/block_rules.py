@@ -13,7 +13,7 @@ from headstart.heads.families.block.published import CONFIDENCE, MARKOV, MASK_EM
 from headstart.heads.families.eagle3.files import QK_NORMS
 from headstart.heads.families.eagle_files import shifted
 from headstart.heads.formats.eagle_rules import check_reach, layer_tensors, llama_sizes, mask_token_problem
-from headstart.heads.formats.verdicts import WRONG, Case, TensorRule, Verdict
+from headstart.heads.formats.handling import WRONG, Case, Handling, TensorRule
 
 #: architectures by which engines know a head of either kind
 DFLASH_ARCHITECTURES, DSPARK_ARCHITECTURES = ("DFlashDraftModel",), ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -70,7 +70,7 @@ class BlockLayout:
     more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def tensors(self, missing: Verdict) -> list[TensorRule]:
+    def tensors(self, missing: Handling) -> list[TensorRule]:
         """Rules for all but the ends and the draft vocabulary. Args: missing: what the engine does without."""
         why = "the norm stays at ones" if missing is WRONG else ""
         shapes = {name: ("H", "F") if name == "fc.weight" else ("H",) for name in BACKBONE}
@@ -92,7 +92,7 @@ class BlockLayout:
 
 
 def check_ids(case: Case, places: list[tuple[str, Any, int]]) -> list[int]:
-    """The indices of hidden_states that an engine reads; faults go to the verdict.
+    """The indices of hidden_states that an engine reads; faults are added to the case.
 
     Args: places: (name, what stands there, what the engine adds), the one that it asks first at the head of the list.
     """

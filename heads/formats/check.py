@@ -17,42 +17,42 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.doubts import epsilon_doubts, weight_doubts
 from headstart.heads.formats.engines import FORMATS
-from headstart.heads.formats.loading import check_shapes, map_head
-from headstart.heads.formats.sealed import add_changes, read_sealed
-from headstart.heads.formats.verdicts import (
-    EngineVerdict,
-    Verdict,
+from headstart.heads.formats.handling import (
+    EngineHandling,
+    Handling,
     doubled_names,
     geometry_notes,
     look_at,
     rope_problems,
 )
+from headstart.heads.formats.loading import check_shapes, map_head
+from headstart.heads.formats.sealed import add_changes, read_sealed
 
 
 @dataclass
 class CheckReport:
-    """Verdicts on one directory.
+    """What the engines do with one directory.
 
     Attributes:
         family: what `recognise` returns.
         layout: its name in Headstart's reader; None if that refuses the directory.
-        engines: `headstart` and every key of FORMATS → verdict.
+        engines: `headstart` and every key of FORMATS → handling.
         doubts: oddities of the files that no engine looks for (doubts.py).
     """
 
     directory: str
     family: str | None
     layout: str | None
-    engines: dict[str, EngineVerdict] = field(default_factory=dict)
+    engines: dict[str, EngineHandling] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
 
     def loads(self, engine: str) -> bool:
-        return self.engines[engine].verdict is Verdict.LOADS
+        return self.engines[engine].handling is Handling.LOADS
 
     @property
     def wrong(self) -> dict[str, list[str]]:
         """Engines that would load the directory wrongly, with the reasons."""
-        return {name: v.wrong for name, v in self.engines.items() if v.verdict is Verdict.WRONG}
+        return {name: v.wrong for name, v in self.engines.items() if v.handling is Handling.WRONG}
 
     @property
     def served(self) -> list[str]:
@@ -60,22 +60,23 @@ class CheckReport:
         return [name for name in FORMATS if self.loads(name)]
 
     def to_json(self) -> dict[str, Any]:
-        engines = {name: {**asdict(v), "verdict": v.verdict.value} for name, v in self.engines.items()}
+        # the key keeps the name that scripts read
+        engines = {name: {**asdict(v), "verdict": v.handling.value} for name, v in self.engines.items()}
         return {**vars(self), "engines": engines}
 
     def render(self) -> str:
         """Plain text: one line per engine, its reasons below."""
         lines = [f"{self.directory}: {self.layout or self.family or 'unknown'}"]
         lines += [f"  doubtful: {doubt}" for doubt in self.doubts]
-        for verdict in self.engines.values():
-            lines.append(f"  {verdict.engine:<14} {verdict.verdict.value}")
-            lines += [f"      - {reason}" for reason in verdict.reasons]
-            lines += [f"      · {note}" for note in verdict.notes]
+        for handling in self.engines.values():
+            lines.append(f"  {handling.engine:<14} {handling.handling.value}")
+            lines += [f"      - {reason}" for reason in handling.reasons]
+            lines += [f"      · {note}" for note in handling.notes]
         return "\n".join(lines)
 
 
 def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckReport:
-    """Apply every engine's rules to a directory. Faults become verdicts, not exceptions.
+    """Apply every engine's rules to a directory. Faults are kept with each engine, they raise nothing.
 
     Args:
         target_dims: the target's dimensions. Without them those in headstart.json are taken; in a directory that has
@@ -90,7 +91,7 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     for fault in faults:
         for key in FORMATS:
             if not report.engines[key].refused:
-                report.engines[key].add(Verdict.WRONG, f"{fault} (no engine looks for that)")
+                report.engines[key].add(Handling.WRONG, f"{fault} (no engine looks for that)")
     return report
 
 
@@ -105,25 +106,25 @@ def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) ->
         for key in FORMATS:
             add_changes(engines[key], sealed, raw)
     if len(raw.readers) > 1:
-        for key, verdict in engines.items():
+        for key, handling in engines.items():
             if FORMATS[key].reads_shards(seen.family) if key in FORMATS else seen.family in FAMILIES:
-                verdict.add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
+                handling.add(Handling.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
     return CheckReport(str(raw.directory), seen.family, None if mapped is None else mapped.layout, engines)
 
 
-def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, TensorMap | None]:
-    verdict = EngineVerdict("Headstart")
+def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineHandling, TensorMap | None]:
+    handling = EngineHandling("Headstart")
     try:
         mapped, config = map_head(raw, target)
         check_shapes(raw, mapped, config)
         for name in (*mapped.names.values(), *(piece.name for piece in mapped.pieces.values())):
             raw.read(name)
     except FormatError as error:
-        verdict.add(Verdict.REFUSES, str(error))
-        return verdict, None
+        handling.add(Handling.REFUSES, str(error))
+        return handling, None
     for name, reason in mapped.unused.items():
         if not reason.startswith("turned into"):
-            verdict.add(Verdict.LOADS, f"{name} is not kept: {reason}")
+            handling.add(Handling.LOADS, f"{name} is not kept: {reason}")
     if target is not None and raw.sidecar is None and FAMILIES[mapped.family].files.has_rope:
         draft = {
             "hidden_size": mapped.fields.get("hidden_size") or mapped.dims.hidden_size,
@@ -133,8 +134,8 @@ def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdi
             "rope_parameters": mapped.dims.rope_parameters,
         }
         for note in [*rope_problems(draft, target), *geometry_notes(draft, target)]:
-            verdict.add(Verdict.LOADS, f"runs as config.json says: {note}")
-    return verdict, mapped
+            handling.add(Handling.LOADS, f"runs as config.json says: {note}")
+    return handling, mapped
 
 
 def check_embeddings(

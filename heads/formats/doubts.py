@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headstart.heads.errors import FormatError, clip
 from headstart.heads.families import FAMILIES
-from headstart.heads.formats.verdicts import HeadDirectory
+from headstart.heads.formats.handling import HeadDirectory
 
 #: a doubtful rms_norm_eps is outside; models have 1e-8 … 1e-5. A smaller one does not keep the norm from dividing by
 #: zero, a larger one outweighs the values

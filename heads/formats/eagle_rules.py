@@ -12,7 +12,7 @@ from headstart.heads.checkpoints.tensor_map import draft_map_problem
 from headstart.heads.dims import HeadDims
 from headstart.heads.families.eagle3.files import QK_NORMS
 from headstart.heads.families.eagle_files import LAYER
-from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, TensorRule, Verdict
+from headstart.heads.formats.handling import REFUSES, WRONG, Case, Handling, TensorRule
 
 
 def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
@@ -44,7 +44,7 @@ def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def layer_tensors(prefix: str, width: str, missing: Verdict) -> list[TensorRule]:
+def layer_tensors(prefix: str, width: str, missing: Handling) -> list[TensorRule]:
     """Tensors of one llama draft layer whose attention input is `width` wide."""
     shapes = {name: tuple(width if symbol == "X" else symbol for symbol in shape) for name, shape in LAYER.items()}
     return [TensorRule(prefix + name, shape, missing, _norm(name)) for name, shape in shapes.items()]
@@ -66,7 +66,7 @@ class Eagle3Layout:
     qk_norm: bool
     fc_norm: str
 
-    def tensors(self, missing: Verdict) -> list[TensorRule]:
+    def tensors(self, missing: Handling) -> list[TensorRule]:
         """Rules for all but lm_head, d2t and t2d, which have their own. Args: missing: what the engine does without."""
         norms = [("midlayer.input_layernorm.weight", "H"), ("midlayer.hidden_norm.weight", "H"), ("norm.weight", "H")]
         layers = ["midlayer.", *(f"layers.{n}." for n in range(1, self.layers))]
@@ -115,11 +115,11 @@ def fc_norm_of(config: dict[str, Any], legacy: bool = False) -> str:
     return "stream" if config.get("fc_norm") or (legacy and config.get("use_aux_norm")) else "none"
 
 
-def _norm(name: str, missing: Verdict = WRONG) -> str:
+def _norm(name: str, missing: Handling = WRONG) -> str:
     return "the norm stays at ones" if "norm" in name and missing is WRONG else ""
 
 
-def eagle_tensors(missing: Verdict) -> list[TensorRule]:
+def eagle_tensors(missing: Handling) -> list[TensorRule]:
     """Tensors of an EAGLE-1 head."""
     return [TensorRule("fc.weight", ("H", "2H"), missing), *layer_tensors("layers.0.", "H", missing)]
 
@@ -131,7 +131,7 @@ def eagle_config_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_layer(
-    case: Case, config: dict[str, Any], other_activation: Verdict = REFUSES, layers: int = 1
+    case: Case, config: dict[str, Any], other_activation: Handling = REFUSES, layers: int = 1
 ) -> dict[str, int]:
     """Compare the draft layers' settings with the target's, and with what engines compute.
 
@@ -142,7 +142,7 @@ def check_layer(
     """
     sizes = llama_sizes(config)
     if config.get("hidden_act", "silu") != "silu":
-        case.verdict.add(other_activation, f"hidden_act is {config['hidden_act']!r}: the draft layer computes silu")
+        case.handling.add(other_activation, f"hidden_act is {config['hidden_act']!r}: the draft layer computes silu")
     if sizes["layers"] != layers:
         given = "missing and defaults to " if config.get("num_hidden_layers") is None else ""
         held = "one layer" if layers == 1 else f"{layers} layers"
@@ -167,16 +167,16 @@ def check_reach(case: Case, ids: list[int]) -> None:
         case.misread(f"feature layer {last} is the last hidden state: pre-norm in vLLM, post-norm in training")
 
 
-def check_lm_head(case: Case, sizes: dict[str, int], missing: Verdict, why: str) -> None:
+def check_lm_head(case: Case, sizes: dict[str, int], missing: Handling, why: str) -> None:
     """Compare the head's output matrix with config.json. Args: missing, why: what the engine does without one."""
     shape, expected = case.shape("lm_head.weight"), (sizes["U"], sizes["H"])
     if shape is None:
-        case.verdict.add(missing, f"lm_head.weight {list(expected)} is missing: {why}")
+        case.handling.add(missing, f"lm_head.weight {list(expected)} is missing: {why}")
     elif shape != expected:
         case.refuse(f"lm_head.weight is {list(shape)}, config.json makes it {list(expected)}")
 
 
-def check_draft_map(case: Case, sizes: dict[str, int], misshapen: Verdict = WRONG) -> None:
+def check_draft_map(case: Case, sizes: dict[str, int], misshapen: Handling = WRONG) -> None:
     """Find faults in d2t, or its absence where U < V. Args: misshapen: what the engine does with a wrong shape."""
     size, vocab_size, shape = sizes["U"], sizes["V"], case.shape("d2t")
     if shape is None and size < vocab_size:
@@ -184,7 +184,7 @@ def check_draft_map(case: Case, sizes: dict[str, int], misshapen: Verdict = WRON
             f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab_size}: draft ids pass as target ids"
         )
     elif shape not in (None, (size,)):
-        case.verdict.add(misshapen, f"d2t has shape {list(shape)}, expected [{size}]")
+        case.handling.add(misshapen, f"d2t has shape {list(shape)}, expected [{size}]")
     elif shape is not None and (problem := draft_map_problem(case.raw, case.names, vocab_size)):
         case.misread(problem)
 

@@ -140,7 +140,6 @@ def _require_right(report: CheckReport, name: str, family: str, force: bool) -> 
     engines = [key for key, engine in FORMATS.items() if engine.loads_portable(family)] if name == PORTABLE else [name]
     bad = [engine for engine in ("headstart", *engines) if not report.loads(engine)]
     if bad and not force:
-        reasons = "; ".join(
-            f"{report.engines[e].engine} {report.engines[e].verdict.value}: {report.engines[e].reasons[0]}" for e in bad
-        )
+        found = [report.engines[engine] for engine in bad]
+        reasons = "; ".join(f"{each.engine} {each.handling.value}: {each.reasons[0]}" for each in found)
         raise FormatError(f"{report.directory}: {reasons}. Set export.force=true to keep it all the same.")

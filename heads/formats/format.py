@@ -14,12 +14,12 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import DataError, FormatError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import read_json
+from headstart.heads.formats.handling import Case, EngineHandling, Handling, HeadDirectory
 from headstart.heads.formats.recognise import NOT_READ
 from headstart.heads.formats.sidecar import ADDED, SIDECAR, family_config, verify_sidecar
-from headstart.heads.formats.verdicts import Case, EngineVerdict, HeadDirectory, Verdict
 from headstart.heads.targets.tuned import is_tuned
 
-#: a rule: adds to the case's verdict what the engine does with the directory; by a FormatError it refuses it
+#: a rule: adds to the case what the engine does with the directory; by a FormatError it refuses it
 Check = Callable[[Case], None]
 
 
@@ -39,7 +39,7 @@ class Versions:
     oldest: str | None = None
 
     def sentence(self, engine: str) -> str:
-        """For verdicts, launch commands and cards. Args: engine: its name in messages."""
+        """For messages, launch commands and cards. Args: engine: its name in messages."""
         proven = "" if self.run is None else f" (run on {self.run})"
         which = f"{self.newest} or earlier" if self.newest else f"{self.oldest} or later"
         return f"needs {engine} {which}{proven}: {self.later}"
@@ -107,7 +107,7 @@ class Format:
     Attributes:
         key: its name in `export.engines`.
         name: its name in messages. title: its name above launch commands.
-        version: its name in verdicts, with the release whose source was read.
+        version: its name in messages, with the release whose source was read.
         serves: family → rules. A family that is absent is not served.
         launch: the shell command that serves a target with a head; None if no single command does.
         dropped: `model_type` of drafts that the engine no longer serves → why it refuses them.
@@ -134,16 +134,16 @@ class Format:
     block: str | None = None
     beside: Mapping[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = field(default_factory=dict)
 
-    def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
+    def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineHandling:
         """What the engine does with a directory, and every reason."""
-        case = Case(**vars(seen), target=target, verdict=EngineVerdict(self.version))
+        case = Case(**vars(seen), target=target, handling=EngineHandling(self.version))
         rules = self.serves.get(seen.family)
         dropped = [why for kind, why in self.dropped.items() if kind == seen.raw.config.get("model_type")]
         if dropped:
             case.refuse(dropped[0])
         elif rules is None and seen.family in self.unchecked:
             what = f"a {seen.family}" if seen.family in NOT_READ else f"{seen.family} heads"
-            case.verdict.add(Verdict.UNKNOWN, f"what it does with {what} has not been checked")
+            case.handling.add(Handling.UNKNOWN, f"what it does with {what} has not been checked")
         elif rules is None:
             case.refuse(self.not_served(seen.family))
         else:
@@ -159,7 +159,7 @@ class Format:
                 self._compare_beside(case)
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))
-        return case.verdict
+        return case.handling
 
     def serves_target(self, target: HeadDims) -> bool:
         """Whether it can run a head for a target of this type, as far as is known."""

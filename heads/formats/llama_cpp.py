@@ -29,7 +29,7 @@ from headstart.heads.formats.eagle_rules import (
 )
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.gguf_file import GGUF, ROPES, write_gguf
-from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
+from headstart.heads.formats.handling import LOADS, REFUSES, WRONG, Case
 
 VERSION = "llama.cpp 0c1e570"
 #: field of config.json that names the GGUF file

@@ -6,7 +6,7 @@ from typing import Any
 
 from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.families.medusa.files import COUNTS
-from headstart.heads.formats.verdicts import TensorRule, Verdict
+from headstart.heads.formats.handling import Handling, TensorRule
 
 
 def medusa_counts(
@@ -22,7 +22,7 @@ def medusa_counts(
     return integer(config, first, where, heads, COUNTS), integer(config, second, where, 1, COUNTS)
 
 
-def block_tensors(heads: int, layers: int, missing: Verdict, why: str, biases: bool = True) -> list[TensorRule]:
+def block_tensors(heads: int, layers: int, missing: Handling, why: str, biases: bool = True) -> list[TensorRule]:
     """Tensors of the residual blocks; D is the target's width."""
     shapes = {"weight": ("D", "D"), "bias": ("D",)} if biases else {"weight": ("D", "D")}
     return [
@@ -33,6 +33,6 @@ def block_tensors(heads: int, layers: int, missing: Verdict, why: str, biases: b
     ]
 
 
-def matrix_tensors(count: int, missing: Verdict, why: str, rows: str = "V") -> list[TensorRule]:
+def matrix_tensors(count: int, missing: Handling, why: str, rows: str = "V") -> list[TensorRule]:
     """The heads' output matrices. Args: rows: symbol of their number of rows."""
     return [TensorRule(f"lm_heads.{i}.weight", (rows, "D"), missing, why) for i in range(count)]

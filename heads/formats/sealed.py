@@ -10,9 +10,9 @@ from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES
+from headstart.heads.formats.handling import EngineHandling, Handling
 from headstart.heads.formats.loading import exported_settings, skeleton
 from headstart.heads.formats.sidecar import SIDECAR, changed_files, verify_sidecar
-from headstart.heads.formats.verdicts import EngineVerdict, Verdict
 
 #: fields that exports for different engines write differently
 SPELLED = ("architectures", "model_type", "dtype")
@@ -49,9 +49,9 @@ def read_sealed(raw: RawCheckpoint) -> Sealed | None:
     return Sealed(dims, config, changed_files(raw, side))
 
 
-def add_changes(verdict: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> None:
-    """Add what was changed to an engine's verdict. An engine that refuses the directory needs no warning."""
-    if not sealed.changed or verdict.refused:
+def add_changes(handling: EngineHandling, sealed: Sealed, raw: RawCheckpoint) -> None:
+    """Add what was changed, for one engine. An engine that refuses the directory needs no warning."""
+    if not sealed.changed or handling.refused:
         return
     meant = f"if the change is meant, delete {SIDECAR}"
     for name in sealed.changed:
@@ -59,12 +59,12 @@ def add_changes(verdict: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> N
             reason = (
                 f"{name} is not the file that was exported (sha256 differs from {SIDECAR}), which no engine compares"
             )
-            verdict.add(Verdict.WRONG, f"{reason}: copy it again or, {meant}")
+            handling.add(Handling.WRONG, f"{reason}: copy it again or, {meant}")
     if "config.json" not in sealed.changed:
         return
     differing = [key for key in sealed.config if key not in SPELLED and raw.config.get(key) != sealed.config[key]]
     for key in differing:
         reason = f"config.json: {key} is {raw.config.get(key)!r}, exported as {sealed.config[key]!r}"
-        verdict.add(Verdict.WRONG, f"{reason}: put it back or, {meant}")
+        handling.add(Handling.WRONG, f"{reason}: put it back or, {meant}")
     if not differing:
-        verdict.add(Verdict.LOADS, "config.json was changed after the export, in nothing that the head depends on")
+        handling.add(Handling.LOADS, "config.json was changed after the export, in nothing that the head depends on")

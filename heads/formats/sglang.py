@@ -34,6 +34,7 @@ from headstart.heads.formats.eagle_rules import (
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
+from headstart.heads.formats.handling import WRONG, Case, TensorRule
 from headstart.heads.formats.sglang_block import (
     ALGORITHMS,
     SCHEDULED,
@@ -47,7 +48,6 @@ from headstart.heads.formats.sglang_block import (
     step_rates,
     temperatures,
 )
-from headstart.heads.formats.verdicts import WRONG, Case, TensorRule
 
 EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"

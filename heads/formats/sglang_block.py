@@ -33,7 +33,7 @@ from headstart.heads.formats.block_rules import (
 from headstart.heads.formats.calibration import calibration_of, sglang_sts
 from headstart.heads.formats.choices import drafted_tokens, tables_of
 from headstart.heads.formats.format import Launch
-from headstart.heads.formats.verdicts import WRONG, Case
+from headstart.heads.formats.handling import WRONG, Case
 
 #: sizes of a Domino head's recurrent state and of its correction, in dflash_config
 DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")

@@ -27,8 +27,8 @@ from headstart.heads.formats.eagle_rules import (
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
+from headstart.heads.formats.handling import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
-from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 
 
 def _eagle3(case: Case) -> None:

@@ -16,9 +16,9 @@ from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.families import FAMILIES
 from headstart.heads.families.medusa.files import config_of, merged_tensors, own_matrices
 from headstart.heads.formats.format import Format, Launch, Rules
+from headstart.heads.formats.handling import REFUSES, Case
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.sidecar import served_name
-from headstart.heads.formats.verdicts import REFUSES, Case
 from headstart.heads.published_names import name_of_target
 
 WEIGHTS = "medusa_lm_head.safetensors"

@@ -33,8 +33,8 @@ from headstart.heads.formats.eagle_rules import (
     mask_token_problem,
 )
 from headstart.heads.formats.format import Format, Launch, Rules, Versions
+from headstart.heads.formats.handling import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
-from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.vllm_block import check_causal, check_dflash, check_dflash2, check_dspark
 from headstart.heads.formats.vllm_draft_model import check_draft_model
 from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl, served

@@ -36,7 +36,7 @@ from headstart.heads.formats.block_rules import (
     nested_of,
 )
 from headstart.heads.formats.eagle_rules import check_draft_map, check_lm_head, eagle_config_of
-from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, Verdict
+from headstart.heads.formats.handling import REFUSES, WRONG, Case, Handling
 from headstart.heads.formats.vllm_targets import check_target_class, check_window
 
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel",)
@@ -263,7 +263,7 @@ def _attention(case: Case, config: dict[str, Any], layers: int) -> None:
         case.note("layers with and without a window: vLLM's V2 runner alone serves them")
 
 
-def _draft_vocabulary(case: Case, sizes: dict[str, int], missing: Verdict) -> None:
+def _draft_vocabulary(case: Case, sizes: dict[str, int], missing: Handling) -> None:
     """Args: missing: what vLLM does where a reduced vocabulary lacks its matrix or its ids."""
     reduced = sizes["U"] < sizes["V"]
     if reduced and "lm_head.weight" not in case.names:

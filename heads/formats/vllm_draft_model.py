@@ -7,7 +7,7 @@ import torch
 from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.formats.eagle_rules import llama_sizes
-from headstart.heads.formats.verdicts import Case
+from headstart.heads.formats.handling import Case
 
 #: architectures of which a model is built to compare names: num_hidden_layers bounds the number of their modules
 DENSE = ("llama", "mistral", "qwen2", "qwen3")

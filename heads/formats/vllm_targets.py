@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
-from headstart.heads.formats.verdicts import Case
+from headstart.heads.formats.handling import Case
 
 #: types of targets whose own class in vLLM 0.32 gives no hidden states to a head; its Transformers backend does
 WITHOUT_INTERFACE = frozenset(

@@ -220,15 +220,15 @@ def test_rules_read_flat_logits(rule: str, kind: str, with_q: bool, monkeypatch:
         logits_BMV[torch.arange(3)[:, None], tree.parent_BN + 1, tree.tokens_BN] += 5
         seen_BV = torch.rand((3, VOCAB), generator=noise) < 0.3
         logits_FV = flat.gather(logits_BMV.flatten(0, 1))
-        verdicts = []
+        verified = []
         for logits, layout in ((logits_BMV, None), (logits_FV, flat)):
             with monkeypatch.context() as patched:
                 patched.setattr(FlatRows, "places", watched)
                 generator = torch.Generator().manual_seed(rows)
-                verdicts.append(verify(tree, logits, RULES[rule], generator, seen_BV, flat=layout))
+                verified.append(verify(tree, logits, RULES[rule], generator, seen_BV, flat=layout))
         for name in ("path_BK", "accepted_B", "next_B"):
-            assert torch.equal(getattr(verdicts[0], name), getattr(verdicts[1], name))
-        accepted += int(verdicts[0].accepted_B.sum())
+            assert torch.equal(getattr(verified[0], name), getattr(verified[1], name))
+        accepted += int(verified[0].accepted_B.sum())
     assert accepted > 3
     assert set(spread) == {torch.int64 if rule in ("greedy", "synthetic") else torch.float32}
 

@@ -98,8 +98,8 @@ def point_mass_outcomes(tree: Tree, language: Language) -> Iterator[tuple[float,
     """All ways in which the target's rows can be drawn, through the real walk."""
     p_MV = target_rows(tree, language)[0]
     draws = list(itertools.product(range(V), repeat=tree.nodes + 1))
-    verdict = walk_choices(repeat(tree, len(draws)), torch.tensor(draws))
-    for choices, path, final in zip(draws, verdict.path_BK.tolist(), verdict.next_B.tolist(), strict=True):
+    verified = walk_choices(repeat(tree, len(draws)), torch.tensor(draws))
+    for choices, path, final in zip(draws, verified.path_BK.tolist(), verified.next_B.tolist(), strict=True):
         weight = torch.stack([p_MV[m, token] for m, token in enumerate(choices)]).prod().item()
         yield weight, committed_tokens(tree, path, final)
 
@@ -297,30 +297,30 @@ def test_greedy_takes_the_longest_argmax_path() -> None:
     wrong = (best[0] + 1) % V
     # wrong sibling first; then the right one with a right child
     tree = build([-1, -1, 1], [wrong, best[0], best[1]])
-    verdict = verify(tree, target_rows(tree, language).log(), Sampling())
-    assert verdict.path_BK.tolist() == [[1, 2]]
-    assert verdict.accepted_B.tolist() == [2]
-    assert verdict.next_B.tolist() == [best[2]]
+    verified = verify(tree, target_rows(tree, language).log(), Sampling())
+    assert verified.path_BK.tolist() == [[1, 2]]
+    assert verified.accepted_B.tolist() == [2]
+    assert verified.next_B.tolist() == [best[2]]
 
 
 def test_right_child_of_a_wrong_parent_is_not_accepted() -> None:
     tree = build([-1, 0], [0, 3])
     logits = torch.tensor([[[0.0, 9, 0, 0], [0, 0, 0, 9], [9, 0, 0, 0]]])
-    verdict = verify(tree, logits, Sampling())
-    assert verdict.path_BK.tolist() == [[-1, -1]]
-    assert verdict.next_B.tolist() == [1]
+    verified = verify(tree, logits, Sampling())
+    assert verified.path_BK.tolist() == [[-1, -1]]
+    assert verified.next_B.tolist() == [1]
 
 
 def test_ragged_rows_and_empty_trees() -> None:
     tree = chain(torch.tensor([[1, 1], [1, 1]]), torch.tensor([[True, False], [False, False]]))
     logits = torch.zeros(2, 3, V)
     logits[:, :, 1] = 5.0
-    verdict = verify(tree, logits, Sampling())
-    assert verdict.accepted_B.tolist() == [1, 0]
+    verified = verify(tree, logits, Sampling())
+    assert verified.accepted_B.tolist() == [1, 0]
     for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, typical=(0.09, 0.3))):
-        verdict = verify(empty(2), logits[:, :1], sampling, torch.Generator().manual_seed(0))
-        assert verdict.path_BK.shape == (2, 0)
-        assert verdict.accepted_B.tolist() == [0, 0]
+        verified = verify(empty(2), logits[:, :1], sampling, torch.Generator().manual_seed(0))
+        assert verified.path_BK.shape == (2, 0)
+        assert verified.accepted_B.tolist() == [0, 0]
 
 
 def chi_square(counts: Tensor, expected_p: Tensor) -> float:
@@ -350,12 +350,12 @@ def test_random_draws_follow_the_target(sampled: bool, sampling: Sampling) -> No
         drafted = torch.full((rows,), likely)
         tree = chain(drafted[:, None])
     logits_BMV = torch.stack([root.expand(rows, V), logits[drafted]], 1)
-    verdict = verify(tree, logits_BMV, sampling, noise)
-    first = torch.where(verdict.accepted_B > 0, drafted, verdict.next_B)
+    verified = verify(tree, logits_BMV, sampling, noise)
+    first = torch.where(verified.accepted_B > 0, drafted, verified.next_B)
     assert chi_square(torch.bincount(first, minlength=V), probabilities(root, sampling)) < 4
     # and the token after an accepted draft
-    accepted = (verdict.accepted_B > 0) & (drafted == likely)
-    following = torch.bincount(verdict.next_B[accepted], minlength=V)
+    accepted = (verified.accepted_B > 0) & (drafted == likely)
+    following = torch.bincount(verified.next_B[accepted], minlength=V)
     assert chi_square(following, probabilities(logits[likely], sampling)) < 4
 
 
@@ -372,16 +372,16 @@ def test_typical_acceptance_by_hand() -> None:
     # root flat → 1 (accepted, 0.25 > 0.075), 2 (accepted); 1 → 3 under sharp (0.01 < 0.09: refused); 2 → 0 (0.97)
     tree = build([-1, -1, 0, 1], [1, 2, 3, 0])
     p = torch.stack([flat, sharp, sharp, flat, flat])[None]
-    verdict = typical(tree, p, torch.tensor([[0, 0, 0, 0, 3]]), 0.09, 0.3)
-    assert verdict.path_BK.tolist() == [[1, 3]]
-    assert verdict.next_B.tolist() == [3]
+    verified = typical(tree, p, torch.tensor([[0, 0, 0, 0, 3]]), 0.09, 0.3)
+    assert verified.path_BK.tolist() == [[1, 3]]
+    assert verified.next_B.tolist() == [3]
 
 
 def test_typical_ties_go_to_the_likelier_path() -> None:
     p = torch.tensor([[[0.3, 0.6, 0.05, 0.05], [0.25] * 4, [0.25] * 4]])
-    verdict = typical(build([-1, -1], [0, 1]), p, torch.tensor([[0, 2, 3]]), 0.09, 0.3)
-    assert verdict.path_BK.tolist() == [[1]]
-    assert verdict.next_B.tolist() == [3]
+    verified = typical(build([-1, -1], [0, 1]), p, torch.tensor([[0, 2, 3]]), 0.09, 0.3)
+    assert verified.path_BK.tolist() == [[1]]
+    assert verified.next_B.tolist() == [3]
 
 
 def test_typical_is_called_lossy() -> None:
@@ -395,15 +395,15 @@ def test_synthetic_acceptance_follows_the_profile() -> None:
     rates, rows = torch.tensor([0.8, 0.5, 0.25]), 40_000
     tree = repeat(build([-1, -1, 1, 2], [0, 1, 2, 3]), rows)
     choice = torch.arange(5).expand(rows, 5)
-    verdict = synthetic(tree, choice, rates, torch.Generator().manual_seed(0))
+    verified = synthetic(tree, choice, rates, torch.Generator().manual_seed(0))
     expected = torch.tensor([0.2, 0.8 * 0.5, 0.8 * 0.5 * 0.75, 0.8 * 0.5 * 0.25])
-    assert chi_square(torch.bincount(verdict.accepted_B, minlength=4), expected) < 4
+    assert chi_square(torch.bincount(verified.accepted_B, minlength=4), expected) < 4
     paths = torch.tensor([[-1, -1, -1], [1, -1, -1], [1, 2, -1], [1, 2, 3]])
-    assert torch.equal(verdict.path_BK, paths[verdict.accepted_B])
+    assert torch.equal(verified.path_BK, paths[verified.accepted_B])
     # the target's own choice at the path's end: row 0 is the root, row n + 1 is node n
-    assert torch.equal(verdict.next_B, torch.tensor([0, 2, 3, 4])[verdict.accepted_B])
+    assert torch.equal(verified.next_B, torch.tensor([0, 2, 3, 4])[verified.accepted_B])
     again = synthetic(tree, choice, rates, torch.Generator().manual_seed(0))
-    assert torch.equal(again.accepted_B, verdict.accepted_B)
+    assert torch.equal(again.accepted_B, verified.accepted_B)
 
 
 def test_synthetic_acceptance_with_rates_of_nodes() -> None:
@@ -412,13 +412,13 @@ def test_synthetic_acceptance_with_rates_of_nodes() -> None:
     tree = repeat(build([-1, -1, 1, 2], [0, 1, 2, 3]), 2 * rows)
     rate_2N = torch.tensor([[0.0, 0.8, 0.5, 0.25], [1.0, 0.3, 1.0, 0.6]])
     tree = replace(tree, rate_BN=rate_2N.repeat_interleave(rows, 0))
-    verdict = synthetic(tree, torch.arange(5).expand(2 * rows, 5), unused, torch.Generator().manual_seed(0))
-    for accepted, (a, b, c) in zip(verdict.accepted_B.split(rows), rate_2N[:, 1:].tolist(), strict=True):
+    verified = synthetic(tree, torch.arange(5).expand(2 * rows, 5), unused, torch.Generator().manual_seed(0))
+    for accepted, (a, b, c) in zip(verified.accepted_B.split(rows), rate_2N[:, 1:].tolist(), strict=True):
         expected = torch.tensor([1 - a, a * (1 - b), a * b * (1 - c), a * b * c])
         found = torch.bincount(accepted, minlength=4) / rows
         assert torch.allclose(found, expected, atol=4 * 0.5 / rows**0.5)
     paths = torch.tensor([[-1, -1, -1], [1, -1, -1], [1, 2, -1], [1, 2, 3]])
-    assert torch.equal(verdict.path_BK, paths[verdict.accepted_B])
+    assert torch.equal(verified.path_BK, paths[verified.accepted_B])
 
 
 def test_rates_of_nodes_are_cut_with_their_levels() -> None:
@@ -438,10 +438,10 @@ def test_rates_of_nodes_are_cut_with_their_levels() -> None:
 def test_synthetic_acceptance_stops_where_rates_or_drafts_end() -> None:
     tree = chain(torch.tensor([[1, 2, 3]] * 3), torch.tensor([[True] * 3, [True, False, False], [False] * 3]))
     logits = torch.zeros(3, 4, V)
-    verdict = verify(tree, logits, Sampling(synthetic=(1.0, 1.0)))
-    assert verdict.accepted_B.tolist() == [2, 1, 0]
-    verdict = verify(tree, logits, Sampling(synthetic=(1.0,) * 9))
-    assert verdict.accepted_B.tolist() == [3, 1, 0]
+    verified = verify(tree, logits, Sampling(synthetic=(1.0, 1.0)))
+    assert verified.accepted_B.tolist() == [2, 1, 0]
+    verified = verify(tree, logits, Sampling(synthetic=(1.0,) * 9))
+    assert verified.accepted_B.tolist() == [3, 1, 0]
     assert verify(tree, logits, Sampling(synthetic=(0.0, 1.0))).accepted_B.tolist() == [0, 0, 0]
     assert verify(empty(3), logits[:, :1], Sampling(synthetic=(1.0,))).accepted_B.tolist() == [0, 0, 0]
 

@@ -91,16 +91,16 @@ def test_walk_take_and_advance(name: str) -> None:
     stops = torch.tensor([[2, -1], [-1, -1], [5, 1]], device=DEVICE)
     for seed in range(8):
         choice = integers(VOCAB, BATCH, tree.nodes + 1, seed=seed)
-        verdict = verify.walk_choices_eager(tree, choice)
-        same(verify.Verified(*bookkeeping.walk_kernel(tree, choice)), verdict)
-        levels += int(verdict.accepted_B.sum())
-        arguments = (tree, ROOTS, verdict.path_BK, active, LENGTH, 1000)
-        columns = (tree, apart(ROOTS), verdict.path_BK, apart(active), apart(LENGTH), 1000)
+        verified = verify.walk_choices_eager(tree, choice)
+        same(verify.Verified(*bookkeeping.walk_kernel(tree, choice)), verified)
+        levels += int(verified.accepted_B.sum())
+        arguments = (tree, ROOTS, verified.path_BK, active, LENGTH, 1000)
+        columns = (tree, apart(ROOTS), verified.path_BK, apart(active), apart(LENGTH), 1000)
         same(bookkeeping.take_path_kernel(*columns), bookkeeping.take_path_eager(*arguments))
         taken = bookkeeping.take_path_eager(*arguments)
         same(bookkeeping.take_path_kernel(*arguments), taken)
         left = torch.tensor([seed, 2, 9], device=DEVICE)
-        arguments = (tree, taken, verdict.next_B, ROOTS, left, active, stops)
+        arguments = (tree, taken, verified.next_B, ROOTS, left, active, stops)
         same(bookkeeping.advance_kernel(*arguments), bookkeeping.advance_eager(*arguments))
         active = active.roll(1)
     assert levels or name in ("plain", "chain1", "tree1")
@@ -112,9 +112,9 @@ def test_synthetic(name: str) -> None:
     for seed, rates in enumerate(([0.7], [0.9] * 12, [0.5, 0.0], [1.0] * 3)):
         uniform = torch.rand((BATCH, tree.levels), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         choice, rate = integers(VOCAB, BATCH, tree.nodes + 1, seed=seed), torch.tensor(rates, device=DEVICE)
-        verdict = verify.synthetic_eager(tree, choice, uniform, rate)
-        same(verify.Verified(*bookkeeping.synthetic_kernel(tree, choice, uniform, rate)), verdict)
-        accepted += int(verdict.accepted_B.sum())
+        verified = verify.synthetic_eager(tree, choice, uniform, rate)
+        same(verify.Verified(*bookkeeping.synthetic_kernel(tree, choice, uniform, rate)), verified)
+        accepted += int(verified.accepted_B.sum())
     assert accepted or name == "plain"
 
 
@@ -129,9 +129,9 @@ def test_synthetic_with_rates_of_nodes(name: str, strided: bool) -> None:
         uniform = torch.rand((BATCH, tree.levels), generator=noise).to(DEVICE)
         wide = torch.rand((BATCH, tree.nodes + 3), generator=noise).to(DEVICE) ** 0.3
         rated = replace(tree, rate_BN=wide[:, : tree.nodes] if strided else wide[:, : tree.nodes].contiguous())
-        verdict = verify.synthetic_eager(rated, choice, uniform, unused)
-        same(verify.Verified(*bookkeeping.synthetic_kernel(rated, choice, uniform, unused)), verdict)
-        counts |= set(verdict.accepted_B.tolist())
+        verified = verify.synthetic_eager(rated, choice, uniform, unused)
+        same(verify.Verified(*bookkeeping.synthetic_kernel(rated, choice, uniform, unused)), verified)
+        counts |= set(verified.accepted_B.tolist())
     assert counts == {0} if name == "plain" else len(counts) > 1
 
 

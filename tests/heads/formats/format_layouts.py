@@ -18,7 +18,7 @@ from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import build_head
-from headstart.heads.formats import Verdict
+from headstart.heads.formats import Handling
 
 D, V, U, I, A, G = 32, 97, 40, 64, 32, 16  # noqa: E741
 LLAMA3 = {
@@ -342,7 +342,7 @@ M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
 F = (DFLASH_CONFIG, dflash_tensors)
 S = (DSPARK_CONFIG, dspark_tensors)
 DRAFT = ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model)
-W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
+W, R, L = Handling.WRONG, Handling.REFUSES, Handling.LOADS
 
 
 def our_head(config: HeadConfig, dims: HeadDims = DIMS, bound: bool = True) -> Head:

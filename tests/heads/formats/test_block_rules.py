@@ -47,7 +47,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
-from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head, load_head, save_head
+from headstart.heads.formats import ExportConfig, Handling, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.launch import commented, drafted_tokens, launch_commands, why_tokens
@@ -92,8 +92,8 @@ def test_right_directories_load(tmp_path: Path, directory: Any, changes: dict[st
     assert {name for name in report.engines if report.loads(name)} == engines, report.render()
 
 
-#: trap → (directory, config changes (None removes), tensor changes, engine → (verdict, words of its reason or note))
-TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Verdict, str]]]] = {
+#: trap → (directory, config changes (None removes), tensor changes, engine → (handling, words of its reason or note))
+TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Handling, str]]]] = {
     # the target's layers
     "ids of two places differ": (
         F, {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, same,
@@ -294,18 +294,18 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     "a layer of no known kind": (LF, {"transformer_layer_config": None}, same,
                                  {"vllm": (R, "transformer_layer_config is missing"), "headstart": (R, "expected")}),
     "other engines": (S, {}, same, {"tgi": (R, "does not draft with dspark heads"),
-                                    "tensorrt_llm": (Verdict.UNKNOWN, "not been checked"),
-                                    "llama_cpp": (Verdict.UNKNOWN, "not been checked")}),
+                                    "tensorrt_llm": (Handling.UNKNOWN, "not been checked"),
+                                    "llama_cpp": (Handling.UNKNOWN, "not been checked")}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
 def test_traps_are_told(tmp_path: Path, trap: Any) -> None:
     report = check_directory(trapped(tmp_path, trap), DIMS)
-    for engine, (verdict, words) in trap[3].items():
+    for engine, (handling, words) in trap[3].items():
         found = report.engines[engine]
-        assert found.verdict is verdict, f"{engine}: {report.render()}"
-        said = found.notes if verdict is L else found.reasons
+        assert found.handling is handling, f"{engine}: {report.render()}"
+        said = found.notes if handling is L else found.reasons
         assert not words or any(words in text for text in said), f"{engine}: {report.render()}"
 
 

@@ -44,7 +44,7 @@ from format_layouts import (
 )
 
 from headstart.heads.errors import FormatError
-from headstart.heads.formats import Verdict, check_directory
+from headstart.heads.formats import Handling, check_directory
 
 TGI_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "someone/target"}
 
@@ -69,8 +69,8 @@ def reduced(rows: int) -> Callable[[Tensors], Tensors]:
     return edit
 
 
-#: trap → (directory, config changes (None removes), tensor changes, engine → (verdict, words of the reason))
-TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Verdict, str]]]] = {
+#: trap → (directory, config changes (None removes), tensor changes, engine → (handling, words of the reason))
+TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Handling, str]]]] = {
     # EAGLE-3
     "d2t missing with U < V": (
         E3,
@@ -661,8 +661,8 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         {
             "vllm": (L, ""),
             "sglang": (L, ""),
-            "tensorrt_llm": (Verdict.UNKNOWN, "not been checked"),
-            "llama_cpp": (Verdict.UNKNOWN, "not been checked"),
+            "tensorrt_llm": (Handling.UNKNOWN, "not been checked"),
+            "llama_cpp": (Handling.UNKNOWN, "not been checked"),
             "tgi": (R, "TGI does not draft with dflash heads; it drafts with medusa"),
             "headstart": (L, ""),
         },
@@ -706,7 +706,7 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         DRAFT,
         {},
         same,
-        {"vllm": (L, ""), "sglang": (Verdict.UNKNOWN, "draft_model"), "headstart": (R, "")},
+        {"vllm": (L, ""), "sglang": (Handling.UNKNOWN, "draft_model"), "headstart": (R, "")},
     ),
     "draft model of another vocabulary": (DRAFT, {"vocab_size": 96}, same, {"vllm": (R, "96, the target's 97")}),
     "MLP speculator": (
@@ -723,9 +723,9 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
 @pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS.keys())
 def test_silent_traps_are_caught(tmp_path: Path, trap: Any) -> None:
     report = check_directory(trapped(tmp_path, trap), DIMS)
-    for engine, (verdict, words) in trap[3].items():
+    for engine, (handling, words) in trap[3].items():
         found = report.engines[engine]
-        assert found.verdict is verdict, report.render()
+        assert found.handling is handling, report.render()
         assert not words or any(re.search(words, reason) for reason in found.reasons), report.render()
 
 
@@ -761,7 +761,7 @@ def test_right_directories_load(tmp_path: Path, config: dict[str, Any], tensors:
     assert config is not SPECULATORS or not report.loads("sglang")
 
 
-TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Verdict, str]] = {
+TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Handling, str]] = {
     "v1": (TGI_CONFIG, same, "medusa_lm_head.safetensors", L, ""),
     "file name": (TGI_CONFIG, same, "model.safetensors", R, "medusa_lm_head.safetensors only"),
     "pickle": (TGI_CONFIG, same, "medusa_lm_head.pt", R, "medusa_lm_head.safetensors only"),
@@ -789,9 +789,9 @@ TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Ve
 
 @pytest.mark.parametrize("trap", TGI_TRAPS.values(), ids=TGI_TRAPS.keys())
 def test_tgi(tmp_path: Path, trap: Any) -> None:
-    config, edit, weights, verdict, words = trap
+    config, edit, weights, handling, words = trap
     report = check_directory(write(tmp_path, config, edit(medusa_tensors()), weights), DIMS)
-    assert report.engines["tgi"].verdict is verdict, report.render()
+    assert report.engines["tgi"].handling is handling, report.render()
     assert any(words in reason for reason in report.engines["tgi"].reasons) or not words, report.render()
 
 
@@ -843,8 +843,8 @@ def test_only_families_that_some_releases_dropped_have_a_note_on_releases(tmp_pa
     noted = {
         (family, engine)
         for family, base in (("medusa", M), ("eagle3", E3), ("draft model", DRAFT))
-        for engine, verdict in check_directory(trapped(tmp_path / family, (base, {}, same, {})), DIMS).engines.items()
-        if any("or earlier" in note for note in verdict.notes)
+        for engine, handling in check_directory(trapped(tmp_path / family, (base, {}, same, {})), DIMS).engines.items()
+        if any("or earlier" in note for note in handling.notes)
     }
     assert noted == {("medusa", "vllm")}
 
@@ -888,4 +888,4 @@ def test_a_directory_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 def test_garbage_in_config_is_a_refusal_not_a_crash(tmp_path: Path) -> None:
     report = check_directory(write(tmp_path, {**EAGLE3_CONFIG, "hidden_size": "wide"}, eagle3_tensors()), DIMS)
-    assert all(found.verdict is Verdict.REFUSES for found in report.engines.values()), report.render()
+    assert all(found.handling is Handling.REFUSES for found in report.engines.values()), report.render()

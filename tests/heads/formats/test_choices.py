@@ -20,9 +20,9 @@ from headstart.heads.formats import ExportConfig, check_directory, export_head, 
 from headstart.heads.formats.calibration import Calibration
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.choices import LAST_BATCH, tables_of, tokens_by_batch
+from headstart.heads.formats.handling import Handling
 from headstart.heads.formats.launch import launch_commands, why_tokens
 from headstart.heads.formats.sidecar import annotate, notes
-from headstart.heads.formats.verdicts import Verdict
 
 SCALED = Calibration(
     "temperature", "confidence", temperatures=[1.5, 0.5, 2.0], dataset="wikitext", num_samples=7,
@@ -244,7 +244,7 @@ def test_check_compares_the_files_with_headstart_json(tmp_path: Path) -> None:
     write_json(place / STS, {**read_json(place / STS), "temperatures": [9.0, 9.0, 9.0]})
     (place / SPS).write_text("{")
     found = check_directory(place).engines["sglang"]
-    assert found.verdict is Verdict.WRONG
+    assert found.handling is Handling.WRONG
     assert any(reason.startswith(f"{STS} is not what `headstart tune` measured") for reason in found.reasons)
     assert any(SPS in reason and "not valid JSON" in reason for reason in found.reasons)
     # other engines do not read them
@@ -252,11 +252,11 @@ def test_check_compares_the_files_with_headstart_json(tmp_path: Path) -> None:
     for name in (STS, SPS):
         (place / name).unlink()
     found = check_directory(place).engines["sglang"]
-    assert found.verdict is Verdict.LOADS and sum("is not here" in note for note in found.notes) == 2
+    assert found.handling is Handling.LOADS and sum("is not here" in note for note in found.notes) == 2
     # a table that nobody can read says nothing of the head
     annotate(place, {"tuned": tuned(step_rates=1)})
     found = check_directory(place).engines["sglang"]
-    assert found.verdict is Verdict.LOADS and any("step_rates is 1" in note for note in found.notes)
+    assert found.handling is Handling.LOADS and any("step_rates is 1" in note for note in found.notes)
 
 
 def test_the_card_says_how_to_fetch_and_name_them(tmp_path: Path) -> None:

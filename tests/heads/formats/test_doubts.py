@@ -31,7 +31,7 @@ from format_layouts import (
     trapped,
 )
 
-from headstart.heads.formats import Verdict, check_directory
+from headstart.heads.formats import Handling, check_directory
 
 
 def zeroed(*names: str) -> Callable[[Tensors], Tensors]:
@@ -86,7 +86,7 @@ def test_every_engine_is_told_of_values_that_are_not_finite(tmp_path: Path) -> N
 
 
 LM = "model.layers.0."
-DRAFT_MODELS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Verdict, str]] = {
+DRAFT_MODELS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Handling, str]] = {
     "a missing tensor": ({}, drop(f"{LM}mlp.up_proj.weight"), R, "layers.0.mlp.up_proj.weight are missing"),
     "another width": ({"intermediate_size": 48}, same, R, r"down_proj.weight is \[32, 64\], .* makes it \[32, 48\]"),
     "more layers": ({"num_hidden_layers": 2}, same, R, "layers.1.input_layernorm.weight"),
@@ -101,9 +101,9 @@ DRAFT_MODELS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Verd
 
 @pytest.mark.parametrize("trap", DRAFT_MODELS.values(), ids=DRAFT_MODELS.keys())
 def test_layers_of_a_draft_model(tmp_path: Path, trap: Any) -> None:
-    changes, edit, verdict, words = trap
+    changes, edit, handling, words = trap
     found = check_directory(trapped(tmp_path, (DRAFT, changes, edit, {})), DIMS).engines["vllm"]
-    assert found.verdict is verdict, found
+    assert found.handling is handling, found
     assert re.search(words, " ".join([*found.reasons, *found.notes])), found
 
 

@@ -135,8 +135,8 @@ def test_a_directory_without_the_file_is_refused(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "made", tmp_path / "lost")
     (tmp_path / "lost/eagle3.gguf").unlink()
     for name in ("portable", "lost"):
-        verdict = check_directory(tmp_path / name, DIMS).engines["llama_cpp"]
-        assert verdict.refused == ["reads GGUF, and there is no eagle3.gguf: export.engines=[llama_cpp] writes one"]
+        handling = check_directory(tmp_path / name, DIMS).engines["llama_cpp"]
+        assert handling.refused == ["reads GGUF, and there is no eagle3.gguf: export.engines=[llama_cpp] writes one"]
 
 
 def test_a_target_whose_hidden_states_it_does_not_give_is_refused(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_what_its_graph_lacks_is_refused(tmp_path: Path) -> None:
         ),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**held, **change}))
-        verdict = check_directory(tmp_path, DIMS).engines["llama_cpp"]
-        assert any(words in reason for reason in (*verdict.refused, *verdict.wrong)), verdict
+        handling = check_directory(tmp_path, DIMS).engines["llama_cpp"]
+        assert any(words in reason for reason in (*handling.refused, *handling.wrong)), handling
 
 
 def test_a_rope_of_some_dimensions_and_its_scaling_are_written(tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def outputs(head: Head) -> list[float]:
 def findings(report: CheckReport) -> set[str]:
     """What a report says, without the numbers and places in it."""
     said = list(report.doubts)
-    for verdict in report.engines.values():
-        said += [f"{verdict.engine} {text}" for text in (*verdict.reasons, *verdict.notes)]
+    for handling in report.engines.values():
+        said += [f"{handling.engine} {text}" for text in (*handling.reasons, *handling.notes)]
     return {re.sub(r"[-\d.e]*\d", "#", text.replace(report.directory, "")) for text in said}
 
 

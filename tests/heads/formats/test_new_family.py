@@ -20,11 +20,11 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES, Family
 from headstart.heads.families.paper import Paper
-from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head, load_head, save_head
+from headstart.heads.formats import ExportConfig, Handling, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.format import Rules
-from headstart.heads.formats.verdicts import Case
+from headstart.heads.formats.handling import Case
 
 PAPER = Paper("Mixer", "Drafts by mixing", "Doe, Jane", "2501.00001")
 
@@ -87,8 +87,8 @@ def register(monkeypatch: pytest.MonkeyPatch, files: HeadFiles) -> Head:
     return our_head(MixerConfig(depth=2))
 
 
-def verdicts(directory: Path) -> dict[str, Verdict]:
-    return {name: engine.verdict for name, engine in check_directory(directory, DIMS).engines.items()}
+def handlings(directory: Path) -> dict[str, Handling]:
+    return {name: engine.handling for name, engine in check_directory(directory, DIMS).engines.items()}
 
 
 @pytest.mark.parametrize("files", [HeadFiles(), PublishedMixerFiles()], ids=["compact", "published form"])
@@ -101,7 +101,7 @@ def test_a_head_is_saved_loaded_and_served_by_nobody(
 
     report = check_directory(tmp_path / "saved", DIMS)
     assert report.family == "mixer" and report.served == [] and report.loads("headstart")
-    assert verdicts(tmp_path / "saved") == {"headstart": Verdict.LOADS, **dict.fromkeys(FORMATS, Verdict.REFUSES)}
+    assert handlings(tmp_path / "saved") == {"headstart": Handling.LOADS, **dict.fromkeys(FORMATS, Handling.REFUSES)}
     assert report.engines["tgi"].reasons == ["TGI does not draft with mixer heads; it drafts with medusa"]
 
     side = json.loads((tmp_path / "saved" / "headstart.json").read_text())

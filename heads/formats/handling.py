@@ -20,7 +20,7 @@ from headstart.heads.formats.recognise import recognise
 from headstart.heads.rope import dynamic_note, positions_with_one_rope, same_rope
 
 
-class Verdict(StrEnum):
+class Handling(StrEnum):
     """What an engine does with a directory."""
 
     LOADS = "loads"
@@ -29,17 +29,17 @@ class Verdict(StrEnum):
     UNKNOWN = "not known"
 
 
-LOADS, WRONG, REFUSES = Verdict.LOADS, Verdict.WRONG, Verdict.REFUSES
+LOADS, WRONG, REFUSES = Handling.LOADS, Handling.WRONG, Handling.REFUSES
 
 
 @dataclass
-class EngineVerdict:
-    """One engine's verdict with every reason.
+class EngineHandling:
+    """What one engine does with a directory, with every reason.
 
     Attributes:
         wrong: why it would silently draft something else than was trained.
         refused: why it stops with an error.
-        unknown: why the verdict is not known.
+        unknown: why nobody knows what it does.
         notes: what a user should know although it loads.
     """
 
@@ -50,19 +50,19 @@ class EngineVerdict:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def verdict(self) -> Verdict:
-        """The verdict in one word. An engine that refuses a directory cannot load it wrongly."""
+    def handling(self) -> Handling:
+        """What it does, in one word. An engine that refuses a directory cannot load it wrongly."""
         if self.refused or self.wrong:
-            return Verdict.REFUSES if self.refused else Verdict.WRONG
-        return Verdict.UNKNOWN if self.unknown else Verdict.LOADS
+            return Handling.REFUSES if self.refused else Handling.WRONG
+        return Handling.UNKNOWN if self.unknown else Handling.LOADS
 
     @property
     def reasons(self) -> list[str]:
         return [*self.refused, *self.wrong, *self.unknown]
 
-    def add(self, verdict: Verdict, reason: str) -> None:
-        lists = {Verdict.LOADS: self.notes, Verdict.WRONG: self.wrong, Verdict.UNKNOWN: self.unknown}
-        lists.get(verdict, self.refused).append(clip(reason))
+    def add(self, handling: Handling, reason: str) -> None:
+        lists = {Handling.LOADS: self.notes, Handling.WRONG: self.wrong, Handling.UNKNOWN: self.unknown}
+        lists.get(handling, self.refused).append(clip(reason))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TensorRule:
 
     name: str
     shape: tuple[str, ...]
-    missing: Verdict
+    missing: Handling
     why: str = ""
 
 
@@ -110,26 +110,26 @@ PARSED: dict[str, tuple[type, str]] = {
 
 @dataclass
 class Case(HeadDirectory):
-    """A directory that one engine is to load, and its verdict, to which the engine's rules add.
+    """A directory that one engine is to load, and what it does with it, to which the engine's rules add.
 
     Attributes:
         target: the target's dimensions, where they are known.
     """
 
     target: HeadDims | None
-    verdict: EngineVerdict
+    handling: EngineHandling
 
     def refuse(self, reason: str) -> None:
         """The engine stops with an error."""
-        self.verdict.add(Verdict.REFUSES, reason)
+        self.handling.add(Handling.REFUSES, reason)
 
     def misread(self, reason: str) -> None:
         """The engine silently drafts something else than was trained."""
-        self.verdict.add(Verdict.WRONG, reason)
+        self.handling.add(Handling.WRONG, reason)
 
     def note(self, reason: str) -> None:
         """The engine loads the head, and the user should know this."""
-        self.verdict.add(Verdict.LOADS, reason)
+        self.handling.add(Handling.LOADS, reason)
 
     def match(self, rules: Iterable[TensorRule], sizes: dict[str, int]) -> None:
         """Compare names, shapes and dtypes with what the engine reads.
@@ -141,8 +141,8 @@ class Case(HeadDirectory):
             expected = tuple(sizes[symbol] for symbol in rule.shape)
             if shape is None:
                 silent = "the engine keeps uninitialised memory in its place; copy or export the head again"
-                reason = rule.why or ("the engine stops" if rule.missing is Verdict.REFUSES else silent)
-                self.verdict.add(rule.missing, f"{rule.name} {list(expected)} is missing: {reason}")
+                reason = rule.why or ("the engine stops" if rule.missing is Handling.REFUSES else silent)
+                self.handling.add(rule.missing, f"{rule.name} {list(expected)} is missing: {reason}")
                 continue
             name = self.names[rule.name]
             if shape != expected:

@@ -270,6 +270,13 @@ class DataConfig:
             for index, source in enumerate(getattr(self, name)):
                 source.check(f"data.{name}[{index}]")
         check_weights({f"data.held_out[{index}]": source.weight for index, source in enumerate(self.held_out)})
+        for index, source in enumerate(self.exclude):
+            for name in ("weight", "cap"):
+                if (found := getattr(source, name)) is not None:
+                    raise ConfigError(
+                        f"data.exclude[{index}].{name}: found {found}, expected null: every prompt is excluded; "
+                        "`limit` takes the first ones"
+                    )
         self.distill.check()
         self._check_mixing()
         if not self.sources and not self.distill.prompts:

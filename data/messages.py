@@ -17,9 +17,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
-    "developer": "developer", "tool": "tool", "function": "tool",
+    "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
+    "tool_response": "tool", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool"}
+#: roles of ShareGPT whose text is the calls of an answer: an object with name and arguments, or a list of them
+CALLS = ("function_call", "tool_call")
 #: values of a field that mean it is not given; tables with many layouts fill unused columns with them
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 #: names of the field with the model's thoughts before its answer
@@ -42,6 +45,8 @@ def read_message(message: Any, where: Where) -> dict[str, Any]:
     role = _role(message, where)
     given = {key: message[key] for key in READ if message.get(key) not in (None, [], {})}
     reasoning = _reasoning(given, where)
+    if "role" not in message and str(message.get("from")).lower() in CALLS:
+        given["tool_calls"] = _calls_of_text(given.pop("value", None), f"{where}.value")
     calls = _tool_calls(given, where)
     key = "content" if "content" in given or "value" not in given else "value"
     content = given.get(key)
@@ -134,6 +139,14 @@ def _tool_calls(given: dict[str, Any], where: Where) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise DataError(f"{where}.{key}: found {kind(calls)}, expected a list of calls")
     return [_tool_call(call, f"{where}.{key}[{index}]") for index, call in enumerate(calls)]
+
+
+def _calls_of_text(text: Any, where: Where) -> list[Any]:
+    value = parse_json(text, where) if isinstance(text, str) else text
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where}: found {kind(value)}, expected calls as JSON: an object with name and arguments")
+    return calls
 
 
 def _tool_call(call: Any, where: Where) -> dict[str, Any]:

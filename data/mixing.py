@@ -67,11 +67,14 @@ def as_dicts(counts: Sequence[SourceCount]) -> list[dict[str, Any]]:
 
 
 def lines_of(counts: Sequence[SourceCount]) -> list[str]:
-    """In words, one source a line; nothing for a single source of which nothing was left out."""
-    if len(counts) < 2 and not any(count.dropped for count in counts):
+    """In words, one source a line; nothing for a single source of which all was used."""
+    if len(counts) < 2 and not any(count.dropped or not count.read for count in counts):
         return []
     lines = []
     for count, facts in zip(counts, as_dicts(counts), strict=True):
+        if not count.read:
+            lines.append(f"{count.name}: found no records, expected at least one: is this the right source?")
+            continue
         left = "".join(f", {number} {reason}" for reason, number in count.dropped.most_common())
         again = f" and {count.repeated} repeats" if count.repeated else ""
         lines.append(

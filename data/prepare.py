@@ -25,7 +25,10 @@ from headstart.heads.errors import DataError
 #: beginning of a reason for dropping conversations → what helps
 REMEDIES = {
     "its answer was cut": "a larger data.distill.max_new_tokens cuts fewer answers",
-    "no assistant answer": "prompts alone belong in data.distill.prompts: the target answers them",
+    "no assistant answer": (
+        "prompts alone belong in data.distill.prompts: the target answers them; a field of another name that holds the "
+        "answer is named in columns of the source, such as {prompt: question, response: answer}"
+    ),
     "the chat template leaves out": (
         "to train on what the chat template leaves out, give one that writes it (target.chat_template=FILE, served "
         "likewise); to train without, take it out of the records"

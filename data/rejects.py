@@ -16,6 +16,9 @@ from headstart.heads.files import atomic_write
 
 #: what is done with a bad row: takes the error, the row's place as the error names it, and its number
 Bad = Callable[[DataError, Where, int], None]
+#: what differs between rows with the same fault: positions, numbers that were found, quoted text
+NUMBER = re.compile(r"\[\d+\]|(?<=column )\d+|(?<=byte )\d+|(?<=found int )[-\d]+|(?<=found float )[-+\w.]+")
+QUOTED = re.compile("'[^'…]*['…]|\"[^\"…]*[\"…]")
 #: most reasons that are counted apart, and most bytes of rejects kept in memory; more of them wait in a temporary file
 MOST_REASONS, IN_MEMORY = 100, 1 << 20
 
@@ -39,7 +42,7 @@ class Rejects:
     def add(self, error: DataError, where: Where, row: int) -> None:
         reason = str(error).removeprefix(where).lstrip(": ")
         file = where.removesuffix(str(row)).removesuffix(": record ").removesuffix(":")
-        kind = re.sub(r"'[^']*'", "'…'", re.sub(r"\[\d+\]|(?<=column )\d+|(?<=byte )\d+", "…", reason))
+        kind = QUOTED.sub("'…'", NUMBER.sub("…", reason))
         self.counts[kind if kind in self.counts or len(self.counts) < MOST_REASONS else "other reasons"] += 1
         self._lines.write(json.dumps({"file": file, "row": row, "reason": reason}) + "\n")
 

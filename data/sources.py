@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +22,15 @@ from headstart.data.mixing import by_source, capped, weighted
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, parse_record
 from headstart.data.rejects import Bad, Rejects, stop
-from headstart.data.tables import SEPARATORS, kind_of_file, open_unpacked, read_csv, read_parquet
+from headstart.data.tables import (
+    SEPARATORS,
+    UNPACKING,
+    broken_data,
+    kind_of_file,
+    open_unpacked,
+    read_csv,
+    read_parquet,
+)
 from headstart.heads.errors import DataError
 from headstart.heads.files import explain_read, is_file, parse_json, require_regular, short_path
 
@@ -65,9 +71,13 @@ def _load(
         rejects.add(error, where, row)
         skipped[index] += 1
 
+    def stop_here(error: DataError, where: Where, row: int) -> None:
+        remedy = "to leave out records that cannot be read, set on_bad: skip beside the source's path or dataset"
+        raise DataError(f"{error}; {remedy}") from error
+
     for index, source in enumerate(sources):
         source.check(f"data.sources[{index}]")
-        bad = skip if source.on_bad == "skip" else stop
+        bad = skip if source.on_bad == "skip" else stop_here
         for where, fallback, record in islice(read_records(source, bad), source.limit):
             try:
                 if source.columns:
@@ -217,8 +227,8 @@ def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, str, str]]:
         def read(most: int) -> bytes:
             try:
                 return lines.readline(most)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"{path}:{number}: broken gzip data ({error}): copy the file again") from error
+            except UNPACKING as error:
+                raise broken_data(path, f"{path}:{number}", error) from error
 
         while True:
             number += 1
@@ -244,9 +254,9 @@ def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, str, str]]:
 def _begins_a_list(path: Path) -> bool:
     """Whether a packed .json file holds one list. Most hold lines."""
     try:
-        with explain_read(path), open_unpacked(path) as file:
+        with open_unpacked(path) as file:
             return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    except (EOFError, zlib.error):
+    except UNPACKING:
         return False  # the reader of lines says what is broken
 
 
@@ -289,8 +299,8 @@ def _whole(file: IO[bytes], path: Path) -> bytes | None:
     """The content, or None where it is longer than WHOLE_JSON."""
     try:
         raw = file.read(WHOLE_JSON + 1)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: broken gzip data ({error}): copy the file again") from error
+    except UNPACKING as error:
+        raise broken_data(path, str(path), error) from error
     return raw if len(raw) <= WHOLE_JSON else None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import zlib
@@ -22,6 +23,8 @@ BATCH = 64
 CSV_BLOCK = 1 << 22
 GZIP, ZSTD = (".gz",), (".zst", ".zstd")
 PACKED = (*GZIP, *ZSTD)
+#: what reading broken packed data raises
+UNPACKING = (EOFError, OSError, zlib.error)
 #: separator of a table as text, by suffix
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -42,6 +45,14 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
             yield io.BufferedReader(stream)
         else:
             yield file
+
+
+def broken_data(path: Path, where: str, error: BaseException) -> BaseException:
+    """What to raise where reading packed data failed: a DataError, or the error itself where the system refused."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    packing = "zstd" if path.suffix in ZSTD else "gzip"
+    return DataError(f"{where}: broken {packing} data ({_short(error)}): copy the file again")
 
 
 def kind_of_file(path: Path) -> str:
@@ -107,9 +118,10 @@ def read_csv(path: Path, bad: Bad = stop) -> Iterator[tuple[int, Any]]:
                 found = f"found a row of more than {CSV_BLOCK} bytes, or quotes that do not end"
                 raise DataError(f"{path}: {found}: write such rows to a .jsonl or .parquet file") from error
             if "Empty CSV file" not in str(error):
-                raise DataError(f"{path}: not readable as CSV ({_short(error)})") from error
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path}: broken packed data ({_short(error)}): copy the file again") from error
+                remedy = ": save the file as UTF-8" if "\ufffd" in str(error) else ": write the file again, quoted"
+                raise DataError(f"{path}: not readable as CSV ({_short(error)}){remedy}") from error
+        except UNPACKING as error:
+            raise broken_data(path, str(path), error) from error
 
 
 def _csv_rows(path: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
@@ -122,22 +134,26 @@ def _csv_rows(path: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
         broken.append(row)
         return "skip"
 
-    separator = SEPARATORS[kind_of_file(path)]
+    separator = _separator(path)
     reading = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK)
     parsing = csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=note)
     names = _column_names(path, reading, separator)
     # as bytes: text that is not UTF-8 then spoils its row, not the file
     converting = csv.ConvertOptions(column_types={name: pyarrow.binary() for name in names}, strings_can_be_null=False)
     number, skipped = 0, set[int]()
+
+    def tell() -> None:
+        for row in broken:
+            skipped.add(row.number - 1)  # the names are row 1 to pyarrow, which reads a block ahead
+            where = f"{path}: record {row.number - 1}"
+            found = f"found {row.actual_columns} cells, expected {row.expected_columns}"
+            remedy = f'quote cells that hold {quote(separator)}, " or a line break'
+            bad(DataError(f"{where}: {found}: {remedy}"), where, row.number - 1)
+        broken.clear()
+
     with open_unpacked(path) as file, csv.open_csv(file, reading, parsing, converting) as reader:
         for batch in reader:
-            skipped |= {row.number - 1 for row in broken}  # the names are row 1 to pyarrow, which reads a block ahead
-            for row in broken:
-                where = f"{path}: record {row.number - 1}"
-                found = f"found {row.actual_columns} cells, expected {row.expected_columns}"
-                remedy = f'quote cells that hold {quote(separator)}, " or a line break'
-                bad(DataError(f"{where}: {found}: {remedy}"), where, row.number - 1)
-            broken.clear()
+            tell()
             for start in range(0, batch.num_rows, BATCH):
                 for cells in batch.slice(start, BATCH).to_pylist():
                     number += 1
@@ -148,9 +164,22 @@ def _csv_rows(path: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
                     try:
                         record = {name: cell.decode() for name, cell in cells.items() if cell}
                     except UnicodeDecodeError as error:
-                        bad(DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})"), where, number)
+                        found = f"not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8"
+                        bad(DataError(f"{where}: {found}"), where, number)
                         continue
                     yield number, record
+        tell()  # rows behind the last good one
+
+
+def _separator(path: Path) -> str:
+    """That of the file's kind; a semicolon where the row of names holds one and no comma, as spreadsheets write it in
+    countries with a decimal comma. Raises DataError for UTF-16, whose rows cannot be told apart."""
+    with open_unpacked(path) as file:
+        names = file.readline(CSV_BLOCK)
+    if names.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path}: found UTF-16 text, expected UTF-8: save the file as UTF-8")
+    usual = SEPARATORS[kind_of_file(path)]
+    return ";" if usual == "," and b";" in names and b"," not in names else usual
 
 
 def _column_names(path: Path, reading: Any, separator: str) -> list[str]:

@@ -13,7 +13,7 @@ from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.mixing import capped, times, wanted
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.sources import read_prompts
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, DataError
 
 STOP = 2
 
@@ -165,6 +165,10 @@ def test_a_source_that_gives_nothing_leaves_its_share(tmp_path: Path):
     empty = source(tmp_path, "c", 0, weight=5)
     data = prepared(source(tmp_path, "a", 10, weight=1), source(tmp_path, "b", 30, weight=3), empty)
     assert len(data.train) == 40 and facts(data)[2]["conversation_share"] == 0.0
+    told = [line for line in data.gathered.lines() if "c.jsonl" in line] if data.gathered else []
+    assert told == [f"{empty.path}: found no records, expected at least one: is this the right source?"]
+    with pytest.raises(DataError, match=r"no conversation can be trained on\n(.|\n)*c.jsonl: found no records"):
+        prepared(empty)
 
 
 def test_without_weights_everything_trains_once(tmp_path: Path):
@@ -224,6 +228,15 @@ def test_bad_settings_are_refused(tmp_path: Path, change: dict[str, Any], messag
     config = DataConfig(sources=[source(tmp_path, "a", 3, **change), source(tmp_path, "b", 3)])
     with pytest.raises(ConfigError, match=message):
         config.check()
+
+
+def test_all_excluded_prompts_count(tmp_path: Path):
+    """A cap or a weight chooses what trains. What must not train has neither."""
+    for change in ({"cap": 3}, {"weight": 2.0}):
+        config = DataConfig(sources=[source(tmp_path, "a", 3)], exclude=[source(tmp_path, "b", 3, **change)])
+        (name, found), = change.items()
+        with pytest.raises(ConfigError, match=rf"data.exclude\[0\].{name}: found {found}, expected null: .*`limit`"):
+            config.check()
 
 
 def test_settings_of_duplicates_are_checked(tmp_path: Path):

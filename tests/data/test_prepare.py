@@ -86,7 +86,8 @@ def test_report_counts(tokenizer):
     )
     assert (report.conversations, report.samples, report.dropped_count) == (3, 1, 2)
     assert report.dropped["no assistant answer"] == ["p"]
-    assert "prompts alone belong in data.distill.prompts: the target answers them" in report.lines()
+    (remedy,) = (line for line in report.lines() if line.startswith("prompts alone belong in data.distill.prompts"))
+    assert "named in columns of the source" in remedy
     assert report.dropped["fewer than min_supervised=2 supervised tokens"] == ["empty"]
     assert report.tokens == len(samples[0]) and report.supervised_tokens == 4  # Hello | there | . | end
 

@@ -290,6 +290,30 @@ def test_arguments_that_are_no_object_stay_text():
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
 
 
+def test_calls_as_text_of_sharegpt():
+    """LLaMA-Factory's names: `function_call` holds the calls as JSON, `observation` what the function returned."""
+    said = [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": '{"name": "rain", "arguments": {"city": "Rome"}}'},
+        {"from": "observation", "value": "no"},
+        {"from": "tool_call", "value": '[{"name": "a"}, {"name": "b", "arguments": "{}"}]'},
+        {"from": "tool_response", "value": "12"},
+        {"from": "gpt", "value": "No."},
+    ]
+    messages = parse_record({"conversations": said}, "f:1", "1").messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    rain = {"type": "function", "function": {"name": "rain", "arguments": {"city": "Rome"}}}
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [rain]}
+    assert [call["function"] for call in messages[3]["tool_calls"]] == [
+        {"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}
+    ]  # fmt: skip
+    for value, found in (("rain()", "not valid JSON"), ("[]", "found an empty list"), ("[1]", "found a list")):
+        with pytest.raises(DataError, match=rf"f:1: conversations\[0\].value: {found}"):
+            parse_record({"conversations": [{"from": "function_call", "value": value}]}, "f:1", "1")
+    with pytest.raises(DataError, match=r"conversations\[0\].value: found nothing, expected calls as JSON"):
+        parse_record({"conversations": [{"from": "function_call"}]}, "f:1", "1")
+
+
 def test_an_answer_of_prompt_and_response_has_its_reasoning_and_calls():
     record = {"prompt": "Rain?", "response": "No.", "reasoning_content": "Hm", "tool_calls": CALL["tool_calls"]}
     conversation = parse_record(record, "f:1", "1")

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import tracemalloc
+from collections import Counter
 from datetime import datetime
 
 import pyarrow as pa
@@ -133,6 +134,48 @@ def test_bad_rows_of_a_csv_file(tmp_path, monkeypatch):
         load(path)
 
 
+def test_csv_rows_that_are_all_bad_are_counted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt\nHi, you\nHi, they\n")
+    with pytest.raises(DataError, match="a.csv: record 1: found 2 cells, expected 1: .*on_bad: skip"):
+        load(path)
+    rejects, left = Rejects(), Counter()
+    source = SourceConfig(path=str(path), on_bad="skip")
+    assert list(load_conversations([source], rejects, left)) == [] and left == {0: 2}
+    assert list(rejects.counts.values()) == [2]
+
+
+def test_csv_with_semicolons(tmp_path):
+    (tmp_path / "a.csv").write_text('\ufeffprompt;response\n"Hi; you";Hello, there\n', encoding="utf-8")
+    assert texts(load(tmp_path / "a.csv")) == [["Hi; you", "Hello, there"]]
+    (tmp_path / "b.csv").write_text("prompt,a;b\nHi;1,x\n")  # a comma among the names: it separates
+    (only,) = load(tmp_path / "b.csv")
+    assert texts([only]) == [["Hi;1"]] and only.meta == {"a;b": "x"}
+    (tmp_path / "c.tsv").write_text("prompt;x\tresponse;x\n1;2\t3\n")
+    with pytest.raises(DataError, match="found fields 'prompt;x', 'response;x'"):
+        load(tmp_path / "c.tsv")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.json", "a.txt"])
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_text_of_another_encoding_is_refused_with_the_remedy(tmp_path, name, encoding, capfd):
+    rows = {"a.csv": "prompt,id\nschön,1\n", "a.tsv": "prompt\nschön\n", "a.txt": "schön\n"}
+    (tmp_path / name).write_bytes(rows.get(name, '[{"prompt": "schön"}]').encode(encoding))
+    with pytest.raises(DataError, match=f"{name}.*: save the file as UTF-8"):
+        load(tmp_path / name)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.zst", "a.json.zst"])
+def test_packed_files_that_end_too_soon(tmp_path, name):
+    raw = random.Random(0).randbytes(3000).hex().encode()
+    pack = gzip.compress if name.endswith(".gz") else zstd
+    (tmp_path / name).write_bytes(pack(b'{"prompt": "' + raw + b'"}')[:1000])
+    packing = "gzip" if name.endswith(".gz") else "zstd"
+    with pytest.raises(DataError, match=f"{name}.*: broken {packing} data .*: copy the file again"):
+        load(tmp_path / name, on_bad="skip")
+
+
 def test_csv_rows_keep_their_numbers_across_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "CSV_BLOCK", 256)
     rows = [f"p{n},r" + (",bad" if n % 7 == 3 else "") for n in range(1, 201)]
@@ -232,6 +275,15 @@ def test_skipped_rows_are_counted_by_reason(write_jsonl, tmp_path, monkeypatch):
         load(path)
 
 
+def test_reasons_do_not_hold_what_was_found(write_jsonl):
+    told = ["a", "it's", "x" * 200, "it's " * 50]
+    rows = [{"messages": [{"role": role, "content": "x"}]} for role in told] + [{"prompt": n} for n in (1, -20, 1.5e30)]
+    rejects = Rejects()
+    assert load(write_jsonl(rows), rejects, on_bad="skip") == []
+    assert sorted(rejects.counts.values()) == [1, 2, 4] and rejects.counts["prompt: found int …, expected text"] == 2
+    assert rejects.counts["messages….role: found '…', expected one of system, developer, user, assistant, tool"] == 4
+
+
 def test_settings_of_a_source():
     with pytest.raises(ConfigError, match=r"data.sources\[0\].on_bad: found 'ignore', expected stop or skip"):
         load("a", on_bad="ignore")
@@ -282,7 +334,7 @@ def test_preparing_counts_what_was_left_out(tmp_path, write_jsonl, tokenizer):
     path = write_jsonl([{"prompt": f"a {n}", "response": "b c d"} for n in range(4)] + [{"prompt": 5}, "{"])
     source = SourceConfig(path=str(path), on_bad="skip")
     data = prepare(DataConfig(sources=[source], held_out_fraction=0), tokenizer, [tokenizer.eos_token_id])
-    assert data.report.conversations == 4 and data.rejects.counts["prompt: found int 5, expected text"] == 1
+    assert data.report.conversations == 4 and data.rejects.counts["prompt: found int …, expected text"] == 1
     assert data.rejects.counts.total() == 2
     path = write_jsonl(["{"])
     with pytest.raises(DataError, match="can be trained on\n(.*\n)*left out 1 bad rows: not valid JSON"):

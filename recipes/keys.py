@@ -15,11 +15,11 @@ from headstart.heads.errors import ConfigError, first_line
 from headstart.recipes.read import PARSING, Layer, shown
 
 
-def _dataclass_of(hint: Any) -> type | None:
+def dataclass_of(hint: Any) -> type | None:
     """The dataclass inside a type hint: X, X | None, list[X], dict[str, X]."""
     if dataclasses.is_dataclass(hint):
         return typing.cast(type, hint)
-    return next((inner for part in typing.get_args(hint) if (inner := _dataclass_of(part)) is not None), None)
+    return next((inner for part in typing.get_args(hint) if (inner := dataclass_of(part)) is not None), None)
 
 
 def _hints(schema: type) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def check_keys(layer: Layer, values: Any, schema: type, prefix: str, known: list
         if key not in hints:
             raise ConfigError(_unknown(layer, full, str(key), list(hints), prefix, known))
         _check_kind(layer, full, value, hints[key])
-        inner = _dataclass_of(hints[key])
+        inner = dataclass_of(hints[key])
         if inner is None:
             continue
         if isinstance(value, list):
@@ -99,7 +99,7 @@ def wrong_type(layer: Layer, error: BaseException, schema: type, values: Any, pr
             found = found[int(index)] if index is not None else found[part]
         except (KeyError, IndexError, TypeError, ValueError):
             break
-        inner = _dataclass_of(hint)
+        inner = dataclass_of(hint)
         if index is None and inner is not None:
             hint = _hints(inner).get(part, Any)
     expected = f", expected {describe(hint)}" if key else ""

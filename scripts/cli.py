@@ -17,7 +17,9 @@ from headstart.commands import (
     evaluate,
     export,
     inspect,
+    launch,
     plan,
+    recipe,
     report,
     run,
     scripts,
@@ -45,6 +47,8 @@ app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("run")(run.command)
 app.command("doctor")(doctor.command)
+app.command("recipe")(recipe.command)
+app.command("launch")(launch.command)
 app.command("scripts")(scripts.command)
 
 

@@ -132,6 +132,8 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
         "recipe = load_recipe('quickstart')\n"
         "from headstart.commands.scripts import write_scripts\n"
         f"write_scripts(__import__('pathlib').Path({str(tmp_path / 'cluster')!r}))\n"
+        "from headstart.cli import main\n"
+        "assert main(['launch', '--out', 'ddp-2.yaml', 'ddp-2']) == main(['recipe', '--keys', 'head.']) == 0\n"
         "print(len(names), sum(1 for _ in load_conversations(recipe.data.sources)))\n"
     )
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
@@ -141,5 +143,7 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
             written = tmp_path / "cluster" / folder / path.name
             assert written.read_bytes() == path.read_bytes()
             assert os.access(written, os.X_OK) == (path.suffix == ".sh")
-    modules, conversations = map(int, done.stdout.split())
+    assert (tmp_path / "ddp-2.yaml").read_bytes() == (ROOT / "recipes/accelerate/ddp-2.yaml").read_bytes()
+    assert "\nhead.depth: 7  [eagle3]\n" in done.stdout, "the sources, which explain the keys, are there"
+    modules, conversations = map(int, done.stdout.splitlines()[-1].split())
     assert modules >= len(packages_on_disk()) + 30 and conversations >= 200

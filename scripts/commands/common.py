@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,43 @@ def keep_earlier(place: Path, step: str, names: Sequence[str], console: Console)
     kept = set_aside(place, step, [place / name for name in names])
     if kept is not None:
         console.say(f"what an earlier command had written to {place} is kept in {kept}")
+
+
+def about(path: Path) -> str:
+    """What a shipped file is for: the first sentence of the comment at its top."""
+    said: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        words = line.removeprefix("#").strip()
+        if line.startswith("#!"):
+            continue
+        if not line.startswith("#") or not words or line.startswith("#   "):  # a command to copy
+            break
+        said.append(words)
+    return " ".join(said).split(":   ")[0].split(". ")[0].removesuffix(".")
+
+
+def wrapped(text: str, indent: int = 4) -> str:
+    """`text` in lines of at most 80 columns; all but the first begin with `indent` spaces, or what it begins with."""
+    import textwrap
+
+    words = text.lstrip(" ")
+    first = " " * (len(text) - len(words))
+    return textwrap.fill(words, 80, initial_indent=first, subsequent_indent=" " * indent)
+
+
+def write_new(place: Path, text: str, force: bool) -> None:
+    """Write a file that a user asked for: whole or not at all.
+
+    Raises: StorageError where `place` is a folder, or holds something else and `force` (--force) was not given.
+    """
+    from headstart.heads.errors import StorageError
+    from headstart.heads.files import write_text
+
+    if place.is_dir():
+        raise StorageError(f"{place}: is a folder: give the name of a file")
+    if os.path.lexists(place) and not force and (not place.is_file() or place.read_bytes() != text.encode()):
+        raise StorageError(f"{place}: exists and holds something else: give another name, or --force to replace it")
+    write_text(place, text)
 
 
 @contextmanager

@@ -5,21 +5,16 @@ HEADSTART_WRITE_SETTINGS=1 pytest tests/recipes/test_settings.py     writes the 
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import json
 import os
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headstart.data.config import ServerConfig, SourceConfig
 from headstart.heads.families import FAMILIES
-from headstart.recipes.keys import describe
-from headstart.recipes.schema import DEFAULTS, Recipe, recipe_class
+from headstart.recipes.documented import default_of, nodes_of, settings_of
+from headstart.recipes.schema import Recipe, recipe_class
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 INTRODUCTION = """# Settings of a recipe
@@ -33,52 +28,17 @@ which settings `head` has.
 """
 
 
-def sentences(schema: type) -> dict[str, str]:
-    """Field → the `#:` lines above it, of the class and of those that it extends."""
-    found: dict[str, str] = {}
-    for each in reversed(schema.__mro__):
-        if not dataclasses.is_dataclass(each):
-            continue
-        try:
-            lines = textwrap.dedent(inspect.getsource(each)).splitlines()
-        except (OSError, TypeError):  # made by make_dataclass: all that it has, its parents explain
-            continue
-        body = ast.parse("\n".join(lines)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for node in body.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                above, at = [], node.lineno - 2
-                while lines[at].strip().startswith("#:"):
-                    above.insert(0, lines[at].strip().removeprefix("#:").strip())
-                    at -= 1
-                if above:
-                    found[node.target.id] = " ".join(above)
-    return found
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
 def table(title: str, schema: type, node: str = "", known: frozenset[str] = frozenset()) -> list[str]:
     """One node's table; mappings with settings of their own get a table each, after it."""
-    hints = inspect.get_annotations(schema, eval_str=True)
-    for each in schema.__mro__:
-        hints = {**(inspect.get_annotations(each, eval_str=True) if dataclasses.is_dataclass(each) else {}), **hints}
-    said, rows, later = sentences(schema), [], []
-    for field in dataclasses.fields(schema):
-        value = default_of(field)
-        if not field.metadata.get("setting", True) or field.name in known:
-            continue
-        key = f"{node}.{field.name}".lstrip(".")
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            later += [] if field.name == "head" else table(f"`{key}`", type(value), key)
-            continue
-        assert field.name in said, f"{schema.__name__}.{field.name}: say what it is in `#:` lines above it"
-        followed = DEFAULTS.get(node, {}).get(field.name, value)
-        shown = json.dumps(followed, ensure_ascii=False).strip('"')
-        cells = (f"`{field.name}`", describe(hints[field.name]), f"`{shown}`", said[field.name].replace("|", "\\|"))
-        rows.append(f"| {' | '.join(cells)} |")
+    rows = [
+        f"| `{each.name}` | {each.type} | `{each.default}` | {each.meaning.replace('|', chr(92) + '|')} |"
+        for each in settings_of(schema, node)
+        if each.name not in known
+    ]
+    later = []
+    for name, inner in nodes_of(schema).items():
+        key = f"{node}.{name}".lstrip(".")
+        later += [] if name == "head" else table(f"`{key}`", inner, key)
     return ["", f"## {title}", "", "| name | type | default | what it does |", "|---|---|---|---|", *rows, *later]
 
 

@@ -147,18 +147,23 @@ def untrained_head(config: HeadConfig | None, target: Target) -> Head:
 
     Args: config: None takes EAGLE-3 with a draft vocabulary of 32,000 tokens, or half the target's if that is less.
     """
-    if config is None:
-        half = min(32000, target.dims.vocab_size // 2)
-        config = FAMILIES[SYNTHETIC].config(draft_vocab_size=half)  # type: ignore[call-arg]
-    config, _ = settle(config, target.tokenizer, target.dims.vocab_size, target.stop_token_ids)
+    config = untrained_config(config, target)
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(0)
-        config = config.with_vocabulary(config.draft_tokens(target.dims.vocab_size))
         head = build_head(config, target.dims).to(target.device, target.dtype)
         size = head.draft_vocab_size
         head.initialise(target.ends, None if size is None else torch.arange(size, device=target.device))
     head.sharpen()
     return head.eval()
+
+
+def untrained_config(config: HeadConfig | None, target: Target) -> HeadConfig:
+    """The config of `untrained_head`. The target needs no weights."""
+    if config is None:
+        half = min(32000, target.dims.vocab_size // 2)
+        config = FAMILIES[SYNTHETIC].config(draft_vocab_size=half)  # type: ignore[call-arg]
+    config, _ = settle(config, target.tokenizer, target.dims.vocab_size, target.stop_token_ids)
+    return config.with_vocabulary(config.draft_tokens(target.dims.vocab_size))
 
 
 def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from headstart.data.features import Progress
 from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt
@@ -15,7 +17,7 @@ from headstart.eval.decoding.decode import Answer, Cycle, Decoded
 from headstart.eval.decoding.memory import require_attention, require_chain
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.drafters import Drafter, build_drafter, require_schedulable
+from headstart.eval.drafters import Drafter, build_drafter, require_drafting, require_schedulable
 from headstart.eval.measuring.breakdown import cycle_parts, plain_cycle
 from headstart.eval.measuring.contexts import Contexts, first_contexts
 from headstart.eval.measuring.conversations import Conversations
@@ -50,27 +52,14 @@ def evaluate(
         head_info: more about the head (path, provenance), for the report.
     Raises: ConfigError, DataError, TemplateError naming field or file.
     """
-    check_config(config)
-    check_contexts(config.context_lengths, config, target, "eval.context_lengths")
+    check_evaluation(target, head, config, drafter)
     dtype = str(target.dtype).removeprefix("torch.")
-    if config.dtype not in ("auto", dtype):
-        raise ConfigError(
-            f"eval.dtype: found {config.dtype!r}, the target is loaded in {dtype}; set target.dtype={config.dtype}"
-        )
-    require_attention(target.model.config, config)
+    check_dtype(config, target.dtype)
     prompts = eval_prompts(config)
     if head is not None:
-        require_chain(target.model.config, config)
-        bind_to_target(head, target)
+        head.bind(target.ends)
     if drafter is None:
         drafter = build_drafter(head, config)
-    else:
-        require_schedulable(config, drafter.captures)
-    if drafter is None and config.synthetic_acceptance is not None:
-        raise ConfigError(
-            f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}, but nothing drafts "
-            f"(eval.drafter={config.drafter}{'' if head is not None else ', no head'}): give a head, or unset it"
-        )
     training = head.training if head is not None else False
     try:
         if head is not None:
@@ -105,8 +94,38 @@ def evaluate(
     ).published()
 
 
-def bind_to_target(head: Head, target: Target) -> None:
-    """Give a loaded head the target's frozen ends. Raises ConfigError for a head of another target."""
+def check_evaluation(target: Target, head: Head | None, config: EvalConfig, drafter: Drafter | None = None) -> None:
+    """Refuse what `evaluate` would refuse. Neither target nor head need weights: both may be on the meta device.
+
+    Args: as `evaluate`.
+    Raises: ConfigError or TargetError naming the field.
+    """
+    check_config(config)
+    check_contexts(config.context_lengths, config, target, "eval.context_lengths")
+    require_attention(target.model.config, config)
+    if head is not None:
+        require_chain(target.model.config, config)
+        require_its_target(head, target)
+    if drafter is not None:
+        require_schedulable(config, drafter.captures)
+    elif require_drafting(head, config) is None and config.synthetic_acceptance is not None:
+        raise ConfigError(
+            f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}, but nothing drafts "
+            f"(eval.drafter={config.drafter}{'' if head is not None else ', no head'}): give a head, or unset it"
+        )
+
+
+def check_dtype(config: EvalConfig, dtype: torch.dtype) -> None:
+    """Raises: ConfigError where `eval.dtype` is not the one that the target has, or will be loaded in."""
+    name = str(dtype).removeprefix("torch.")
+    if config.dtype not in ("auto", name):
+        raise ConfigError(
+            f"eval.dtype: found {config.dtype!r}, the target is loaded in {name}; set target.dtype={config.dtype}"
+        )
+
+
+def require_its_target(head: Head, target: Target) -> None:
+    """Raises: ConfigError for a head of another target. Neither needs weights."""
     for name in ("hidden_size", "vocab_size", "num_layers"):
         of_head, of_target = getattr(head.dims, name), getattr(target.dims, name)
         if of_head != of_target:
@@ -114,7 +133,6 @@ def bind_to_target(head: Head, target: Target) -> None:
                 f"the head was made for a target with {name} {of_head}, {target.config.name} has {of_target}: "
                 "evaluate it with the target it was trained on"
             )
-    head.bind(target.ends)
 
 
 def _label(config: EvalConfig, drafter: Drafter | None) -> str:

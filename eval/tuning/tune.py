@@ -28,7 +28,7 @@ from headstart.eval.decoding.memory import memory_of
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, Drafting, build_drafter, find_drafting
-from headstart.eval.measuring.benchmark import bind_to_target
+from headstart.eval.measuring.benchmark import require_its_target
 from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
@@ -79,7 +79,7 @@ def tune(
         progress: called with (measurements done, measurements in all, the next one in words).
     Raises: ConfigError, DataError naming field or file.
     """
-    _check(target, config, search)
+    check_tuning(target, head, config, search)
     config = replace(config, scheduler=False)
     prompts = eval_prompts(replace(config, max_turns=1))
     drafting = drafting_for(head, config)
@@ -90,7 +90,7 @@ def tune(
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]
     if head is not None:
-        bind_to_target(head, target)
+        head.bind(target.ends)
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)
@@ -125,7 +125,12 @@ def tune(
     )
 
 
-def _check(target: Target, config: EvalConfig, search: TuneConfig) -> None:
+def check_tuning(target: Target, head: Head | None, config: EvalConfig, search: TuneConfig) -> None:
+    """Refuse what `tune` would refuse. Neither target nor head need weights: both may be on the meta device.
+
+    Args: as `tune`.
+    Raises: ConfigError naming the field.
+    """
     check_config(config)
     check_tune(search)
     check_contexts([search.context] if search.context else [], config, target, "tune.context")
@@ -133,6 +138,9 @@ def _check(target: Target, config: EvalConfig, search: TuneConfig) -> None:
         raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
     if config.acceptance != "lossless":
         raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
+    if head is not None:
+        require_its_target(head, target)
+    drafting_for(head, config)
 
 
 def mean_length(contexts: list[list[int]]) -> int:

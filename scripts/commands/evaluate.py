@@ -92,6 +92,7 @@ def _of_head(
     out: str | None,
     console: Console,
 ) -> Path:
+    from headstart.ahead import ask_evaluation
     from headstart.directory_lock import locked
     from headstart.evaluation import UNTRAINED, measure
     from headstart.recipes.consent import RUNS_CODE
@@ -103,15 +104,21 @@ def _of_head(
     place_of_head, label = locate_head(head, settings)
     place = place_of(out) or Path("runs") / "eval" / label
     with locked(place, "--out"):
-        loaded = loaded_target(target_of_head(place_of_head, settings.target), console, settings.eval)
-        drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
+        of_head = target_of_head(place_of_head, settings.target)
+        synthetic = settings.eval.synthetic_acceptance is not None
+        random = synthetic and place_of_head is None and settings.eval.drafter == "auto"
+        config = None
+        if random and recipe is not None:
+            agreed = {key: getattr(settings.target, key.removeprefix("target.")) for key in RUNS_CODE}  # ask once
+            config = load_recipe(recipe, overrides, agreed).head
         chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
+        ask_evaluation(of_head, place_of_head, settings.eval, random, config)
+        loaded = loaded_target(of_head, console)
+        drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
         if place_of_head is not None and not chosen:
             use_tuned(place_of_head, loaded, settings.eval, console)
         info: dict[str, Any] | None = {"path": head} if head is not None else None
-        if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
-            agreed = {key: getattr(settings.target, key.removeprefix("target.")) for key in RUNS_CODE}  # ask once
-            config = load_recipe(recipe, overrides, agreed).head if recipe is not None else None
+        if random:
             drafted, info = untrained_head(config, loaded), UNTRAINED
         report = measure(loaded, drafted, settings.eval, console, to_dict(settings), info, place=place_of_head)
         _write(report, place, settings.eval, console)

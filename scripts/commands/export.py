@@ -98,6 +98,7 @@ def _of_recipe(recipe: str, overrides: list[str], console: Console) -> dict[str,
 def _of_head(
     recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, console: Console
 ) -> dict[str, Any]:
+    from headstart.ahead import ask_exporting
     from headstart.directory_lock import locked
     from headstart.exporting import check_out, write_exports
     from headstart.heads.errors import ConfigError
@@ -122,7 +123,9 @@ def _of_head(
     check_out(given, place)
     with locked(place, "--out"):
         names = names_of(settings.environment)
-        loaded = loaded_target(target_of_head(given, settings.target), console)
+        config = target_of_head(given, settings.target)
+        ask_exporting(config, given, settings.export)
+        loaded = loaded_target(config, console)
         if warning := trained_otherwise(given, loaded):
             console.say(warning)
         result = write_exports(

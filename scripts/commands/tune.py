@@ -58,6 +58,7 @@ def _tune(
     write: bool,
     console: Console,
 ) -> None:
+    from headstart.ahead import ask_tuning
     from headstart.directory_lock import locked
     from headstart.eval.tuning.tune import tune
     from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
@@ -75,7 +76,9 @@ def _tune(
     place, label = locate_head(head, settings)
     folder = Path(out) if out else Path("runs") / "tune" / label
     with locked(folder, "--out"):
-        loaded = loaded_target(target_of_head(place, settings.target), console)
+        config = target_of_head(place, settings.target)
+        ask_tuning(config, place, settings.eval, settings.tune)
+        loaded = loaded_target(config, console)
         drafting = bound_head(place, loaded) if place is not None else None
         if warning := trained_otherwise(place, loaded):
             console.say(warning)

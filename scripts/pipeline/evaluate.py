@@ -6,15 +6,16 @@ import dataclasses
 from typing import Any
 
 from headstart import identity
+from headstart.ahead import ask_evaluation
 from headstart.eval.config import identity_of
 from headstart.eval.measuring.rendering import render_saved
 from headstart.eval.prompts import describe_data
 from headstart.evaluation import UNTRAINED, measure, say_own_data
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.pipeline.markers import Begin
-from headstart.pipeline.run import EVAL_DATA, Run
+from headstart.pipeline.run import EVAL_DATA, Run, dated_target
 from headstart.recipes.load import to_dict
-from headstart.saved_heads import bound_head, recipe_of_head, untrained_head
+from headstart.saved_heads import bound_head, recipe_of_head, target_of_head, untrained_head
 
 #: numbers of a report that a person asks for first
 FIRST = (
@@ -62,12 +63,13 @@ def evaluate(run: Run) -> dict[str, Any]:
 def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
     run.check_eval_data()
     place = run.head_dir if run.head_dir.is_dir() else None
+    config = dataclasses.replace(run.recipe.eval, data=data)
+    ask_evaluation(target_of_head(place, dated_target(run.recipe)), place, config, place is None, run.recipe.head)
     target = run.drafted_target
     if place is not None:
         head, info = bound_head(place, target), {"path": str(place)}
     else:
         head, info = untrained_head(run.recipe.head, target), UNTRAINED
-    config = dataclasses.replace(run.recipe.eval, data=data)
     values = recipe_of_head(to_dict(run.recipe), run.head_dir)
     report = measure(target, head, config, run.console, values, info, run.recipe.shorter_chains, place)
     begin()

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,14 @@ class DataRecord:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+@cache
+def origin_of_rows() -> dict[str, Any]:
+    """Asked before the first measurement: what is edited while it goes on is not what is measured."""
+    return provenance("cpu")
+
+
 def record(case: str, value: float, unit: str, **details: Any) -> DataRecord:
-    origin = provenance("cpu")
+    origin = origin_of_rows()
     return DataRecord(case, value, unit, origin["device"], command_line(), origin["git_revision"], details)
 
 
@@ -220,6 +227,7 @@ def checkout() -> Path:
 
 def bench(arguments: argparse.Namespace) -> Iterator[DataRecord]:
     """Rows of the cases that are asked for, one by one."""
+    origin_of_rows()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         for case in arguments.cases:
             if case in ("tokenise_ratio", "stream_peak_gib"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from headstart.bench import data
 from headstart.bench.kill_points import Kills, small_target
 from headstart.heads.errors import DataError
 
+RECORDED = Path(__file__).resolve().parents[3] / "docs/results/data_speed.json"
 KEYS = {"case", "value", "unit", "card", "command", "git_revision"}
 
 
@@ -91,3 +93,14 @@ def test_a_file_without_answers_is_refused(tmp_path: Path) -> None:
 def test_the_families_of_the_checkout_are_right() -> None:
     row = data.families_ok()
     assert row.value == row.details["of"] >= 15 and row.details["wrong"] == []
+
+
+def test_recorded_rows_say_what_was_measured_where() -> None:
+    rows = json.loads(RECORDED.read_text())
+    for row in rows:
+        assert KEYS <= row.keys(), row
+        assert isinstance(row["value"], int | float) and row["unit"] and row["card"]
+        assert row["command"].startswith("python") and re.fullmatch(r"[0-9a-f]{12}", row["git_revision"])
+    found = {row["case"]: row["value"] for row in rows}
+    assert {"tokenise_ratio", "stream_peak_gib", "kill_points_ok", "template_families_ok"} <= found.keys()
+    assert len({data.key(row) for row in rows}) == len(rows)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
-from headstart.data.encoding import Ranks
 from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
+from headstart.data.ranks import Ranks, on_first
 from headstart.data.records import Conversation, parse_record
 from headstart.data.sources import read_jsonl
-from headstart.heads.errors import DataError, HeadstartError
+from headstart.heads.errors import DataError
 from headstart.heads.files import atomic_write, delete, explain_disk
 
 #: seconds after which the disk is made to hold what was written
@@ -29,8 +29,6 @@ SYNC_S = 1.0
 BLOCK = 1 << 16
 #: field of a record: why the later questions of its prompt were not asked
 NOT_ASKED = "not_asked"
-
-T = TypeVar("T")
 
 
 class AnswerFile:
@@ -78,7 +76,7 @@ class AnswerFile:
                 self._place.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self._place, "ab", buffering=0)  # noqa: SIM115 - closed by `finish`
                 self._synced = time.monotonic()
-            line = memoryview(_line(record))
+            line = memoryview(record_line(record))
             while line:  # a disk that is nearly full takes a part
                 line = line[self._file.write(line) :]
             self.added += 1
@@ -128,27 +126,13 @@ def parts_of(out: Path) -> Path:
     return out.with_name(out.name + ".parts")
 
 
-def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `work` in the first process and give its result to all. Where it fails, all raise."""
-    made: Any = None
-    failed: Exception | None = None
-    if ranks.rank == 0:
-        try:
-            made = work()
-        except Exception as error:
-            if ranks.size == 1:
-                raise
-            failed = error
-    told = failed
-    if failed is not None and not isinstance(failed, HeadstartError):
-        told = DataError(f"rank 0 failed: {type(failed).__name__}: {failed}")
-    made, told = ranks.gather((made, told))[0]
-    if told is not None:
-        raise failed or told
-    return made
+def skipped_of(out: Path) -> Path:
+    """Where the prompts and questions stand that `out` has no answer to, with their reasons."""
+    return out.with_name(out.name + ".skipped.json")
 
 
-def _line(record: dict[str, Any]) -> bytes:
+def record_line(record: dict[str, Any]) -> bytes:
+    """A record as a line of the file."""
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
     return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes a JSON escape
 

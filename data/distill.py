@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.data.answer_file import NOT_ASKED, AnswerFile
+from headstart.data.answer_file import NOT_ASKED, AnswerFile, skipped_of
 from headstart.data.answering import Answer, Answerer, OwnForward, Request, Requests
 from headstart.data.config import DistillConfig
-from headstart.data.encoding import ALONE, Ranks
 from headstart.data.features import Progress, silent
 from headstart.data.media import dropped_for, dropped_lines
 from headstart.data.messages import Message
 from headstart.data.prompts import Chats, Prompt
+from headstart.data.ranks import ALONE, Ranks
 from headstart.data.records import TokenTurn, unread_note
 from headstart.data.rendering import RefusedError
 from headstart.heads.errors import DataError
@@ -218,7 +218,7 @@ def _report(
 
 def _list_skipped(out: Path, skipped: dict[str, str], finished: Mapping[str, str | None]) -> None:
     """Write what was left out, with what earlier runs left out of finished conversations."""
-    place = out.with_name(out.name + ".skipped.json")
+    place = skipped_of(out)
     earlier = read_json(place) if place.is_file() else {}
     skipped |= {name: cause for name, cause in earlier.items() if name in finished}
     skipped |= {name: cause for name, cause in finished.items() if cause is not None}

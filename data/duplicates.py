@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.data.messages import folded
 from headstart.data.records import Conversation
 from headstart.data.shingles import likeness
 from headstart.heads.errors import DataError
@@ -41,16 +42,12 @@ def content_key(conversation: Conversation) -> bytes:
     A record without messages counts by its token ids.
     """
     if conversation.messages:
-        said: Any = [{key: _folded(value) for key, value in m.items()} for m in conversation.messages]
+        said: Any = [{key: folded(value) for key, value in m.items()} for m in conversation.messages]
     else:
         said = [[turn.prompt_ids, turn.response_ids] for turn in conversation.turns] or conversation.prompt_token_ids
     content = [said, conversation.tools, conversation.template_kwargs]
     text = json.dumps(content, ensure_ascii=False, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _folded(value: Any) -> Any:
-    return " ".join(value.split()) if isinstance(value, str) else value
 
 
 def require_minhash() -> Any:
@@ -82,9 +79,7 @@ def near_duplicates(sets: Callable[[int], np.ndarray], count: int, threshold: fl
     """
     signature_NP = _signatures(sets, count)
     number, rows = bands(threshold)
-    groups_NB = np.stack(
-        [_groups(signature_NP[:, rows * band : rows * (band + 1)]) for band in range(number)], axis=1
-    )
+    groups_NB = np.stack([_groups(signature_NP[:, rows * band : rows * (band + 1)]) for band in range(number)], axis=1)
     # what stays, by band and group
     staying: dict[tuple[int, int], array[int]] = defaultdict(lambda: array("q"))
     copies: dict[int, int] = {}

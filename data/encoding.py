@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,9 +19,10 @@ from headstart.data.config import DataConfig
 from headstart.data.cutting import BATCH, Cutter, Tokens
 from headstart.data.media import dropped_for
 from headstart.data.prompts import Chats
+from headstart.data.ranks import Ranks, portable
 from headstart.data.records import Conversation, TokenTurn
 from headstart.data.rendering import RefusedError
-from headstart.heads.errors import DataError, HeadstartError
+from headstart.heads.errors import DataError
 
 #: conversations that each rank encodes before the ranks exchange their results
 BLOCK = 256
@@ -35,21 +36,6 @@ ONE_THREAD = frozenset({"", "off", "false", "f", "no", "n", "0"})
 Result = tuple[Conversation, "list[Masked] | str"]
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The processes of a launch, among which tokenising is divided.
-
-    Attributes:
-        rank, size: number of this process, and of all.
-        gather: takes a value of each process and returns the list of all, by rank. All processes must call it.
-    """
-
-    rank: int = 0
-    size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-
-
-ALONE = Ranks()
 class _Row(NamedTuple):
     """A conversation whose texts are to be tokenised; or one that is done."""
 
@@ -159,21 +145,22 @@ def encode_on_ranks(
     rows = iter(conversations)
     while True:
         block: list[Conversation] = []
-        failed: tuple[int, int, Exception] | None = None  # conversation, rank, error
+        failed: tuple[int, Exception] | None = None  # number of the conversation, error
         try:
             block.extend(islice(rows, BLOCK * ranks.size))  # keeps those before one that cannot be read
         except Exception as error:
-            failed = len(block), ranks.rank, error
+            failed = len(block), error
         made, wrong = _encode_block(encode, block[ranks.rank :: ranks.size])
         if wrong is not None:
-            failed = ranks.rank + len(made) * ranks.size, ranks.rank, wrong
+            failed = ranks.rank + len(made) * ranks.size, wrong
         # without `where`: the file may have another path on another machine
         read = zlib.crc32(repr([replace(row, where="") for row in block]).encode("utf-8", "replace"))
-        parts = ranks.gather((made, _portable(failed), len(block), read))
+        shown = None if failed is None else (failed[0], ranks.rank, portable(failed[1], ranks.rank))
+        parts = ranks.gather((made, shown, len(block), read))
         failures = [part[1] for part in parts if part[1] is not None]
         if failures:
-            number, rank, shown = min(failures, key=lambda failure: failure[:2])
-            raise failed[2] if failed is not None and rank == ranks.rank else shown
+            _, rank, error = min(failures, key=lambda failure: failure[:2])
+            raise failed[1] if failed is not None and rank == ranks.rank else error
         if len({part[2:] for part in parts}) > 1:
             raise DataError(
                 f"data.sources: found other conversations on some ranks than on others ({[p[2] for p in parts]} of a "
@@ -199,14 +186,6 @@ def _encode_block(
             except Exception as error:
                 return results, error
         return results, None
-
-
-def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exception] | None:
-    """A failure as other ranks raise it: our own errors unchanged, others as a DataError."""
-    if failed is None or isinstance(failed[2], HeadstartError):
-        return failed
-    number, rank, error = failed
-    return number, rank, DataError(f"rank {rank} failed: {type(error).__name__}: {error}")
 
 
 def _whole_turns(conversation: Conversation) -> tuple[TokenTurn, ...]:

@@ -18,6 +18,7 @@ from headstart.data.rejects import Rejects
 from headstart.data.samples import Sample
 from headstart.data.shingles import ShingleStore, of_messages, shingles
 from headstart.data.sources import load_conversations
+from headstart.heads.errors import first_names
 
 #: reasons for which conversations are not used, as the report has them
 EXACT, NEAR, WEIGHT = "exact duplicates", "near duplicates", "not chosen by weight"
@@ -170,8 +171,8 @@ class Gathered:
         lines = []
         for kind, copies in ((EXACT, self.exact), (NEAR, self.near)):
             if copies:
-                named = ", ".join(f"{name} of {first}" for name, first in [*copies.items()][:3])
-                lines.append(f"left out {len(copies)} {kind} ({named}{', …' if len(copies) > 3 else ''})")
+                named = first_names([f"{name} of {first}" for name, first in copies.items()])
+                lines.append(f"left out {len(copies)} {kind} ({named})")
         return lines + lines_of(self.counts)
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.errors import first_names
+
 #: beginning of a name, of a content part's type or of a record's field → what it holds
 MEDIA = {"image": "images", "video": "video", "audio": "audio"}
 #: fields of a record beside its messages that hold media (LLaVA, ShareGPT4V, datasets with a column of images)
@@ -89,6 +91,6 @@ def dropped_lines(dropped: Iterable[tuple[str, str]], places_too: bool = True) -
         places.setdefault(media, []).append(file_and_line(where))
     return [
         f"dropped {len(names)}: {dropped_for(media)}"
-        + (f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if places_too else "")
+        + (f" ({first_names(names)})" if places_too else "")
         for media, names in sorted(places.items())
     ]

@@ -64,6 +64,11 @@ def read_message(message: Any, where: Where) -> dict[str, Any]:
     return made | {key: read_text(given[key], f"{where}.{key}") for key in ("name", "tool_call_id") if key in given}
 
 
+def folded(value: Any) -> Any:
+    """A text with every run of white space as one space; another value as it is."""
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
 def unread_fields(message: dict[str, Any]) -> list[str]:
     """Fields of a message that are given but that `read_message` does not read."""
     return [str(key) for key, value in message.items() if key not in READ and value not in EMPTY]

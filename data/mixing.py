@@ -84,7 +84,7 @@ def lines_of(counts: Sequence[SourceCount]) -> list[str]:
     return lines
 
 
-def rank(key: bytes, seed: int) -> bytes:
+def random_place(key: bytes, seed: int) -> bytes:
     """Where a conversation stands in the random order of a seed."""
     return hashlib.blake2b(key, digest_size=16, key=str(seed).encode()).digest()
 
@@ -101,7 +101,7 @@ def capped(rows: Iterable[tuple[T, bytes]], cap: int | None, seed: int) -> tuple
     seen = 0
     for number, (row, key) in enumerate(rows):
         seen += 1
-        item = (-int.from_bytes(rank(key, seed), "big"), -number, row, key)
+        item = (-int.from_bytes(random_place(key, seed), "big"), -number, row, key)
         if len(heap) < cap:
             heapq.heappush(heap, item)
         elif item[:2] > heap[0][:2]:
@@ -137,7 +137,7 @@ def times(keys: Sequence[bytes], number: int, seed: int) -> list[int]:
     """How often each conversation of a source is used when `number` of them are wanted: all equally often, or some once
     more, chosen by the seed."""
     whole, rest = divmod(number, len(keys)) if keys else (0, 0)
-    order = sorted(range(len(keys)), key=lambda i: (rank(keys[i], seed), i))
+    order = sorted(range(len(keys)), key=lambda i: (random_place(keys[i], seed), i))
     used = [whole] * len(keys)
     for i in order[:rest]:
         used[i] += 1

@@ -11,16 +11,17 @@ import numpy as np
 
 from headstart.data.chat import Masked, begins_with_answer
 from headstart.data.config import DataConfig, SourceConfig
-from headstart.data.encoding import ALONE, Encoder, Ranks, encode_on_ranks
+from headstart.data.encoding import Encoder, encode_on_ranks
 from headstart.data.gather import Gathered, first_prompts
 from headstart.data.media import file_and_line
+from headstart.data.ranks import ALONE, Ranks
 from headstart.data.records import Conversation, unread_note
 from headstart.data.rejects import Rejects
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.separate import separate
 from headstart.data.split import Split, prompt_key
 from headstart.data.spool import Spool
-from headstart.heads.errors import DataError
+from headstart.heads.errors import DataError, first_names
 
 #: beginning of a reason for dropping conversations → what helps
 REMEDIES = {
@@ -87,10 +88,10 @@ class TokenizeReport:
             f"{self.supervised_tokens} supervised ({share:.0%})"
         ]
         for reason, names in sorted(self.dropped.items()):
-            lines.append(f"dropped {len(names)}: {reason} ({_some(names)})")
+            lines.append(f"dropped {len(names)}: {reason} ({first_names(names)})")
         lines += [told for begin, told in REMEDIES.items() if any(reason.startswith(begin) for reason in self.dropped)]
         if self.truncated:
-            lines.append(f"truncated {len(self.truncated)} at max_length ({_some(self.truncated)})")
+            lines.append(f"truncated {len(self.truncated)} at max_length ({first_names(self.truncated)})")
         if self.open_ended:
             lines.append(f"{self.open_ended} end without an end-of-turn token (answer cut by length)")
         if self.split:
@@ -98,7 +99,7 @@ class TokenizeReport:
         if self.broken:
             lines.append(
                 f"{len(self.broken)} hold a stop token inside an answer; what stands behind it does not train "
-                f"({_some(self.broken)})"
+                f"({first_names(self.broken)})"
             )
         if self.greetings:
             lines.append(f"{self.greetings} begin with an answer that no question precedes: it is context only")
@@ -108,10 +109,6 @@ class TokenizeReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "lost"}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def tokenize(

@@ -55,6 +55,7 @@ class Rejects:
         if not self.counts:
             path.unlink(missing_ok=True)
             return
+
         def copy(place: Path) -> None:
             self._lines.seek(0)
             with open(place, "w", encoding="utf-8") as out:

@@ -58,18 +58,14 @@ class Sample:
         return replace(self, turn_ids=turn_ids)
 
     def with_all_supervised(self) -> Sample:
-        """The sample with all tokens but COPIED ones supervised, as one turn; `answer_ids` remembers the answers."""
+        """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`); `answer_ids`
+        remembers the answers."""
         return replace(self, turn_ids=all_as_one_turn(self.turn_ids), answer_ids=self.turn_ids)
 
     def digest(self) -> str:
         """Hash of tokens and turns: equal digests train equally."""
         content = self.token_ids.astype("<i4").tobytes() + b"|" + self.turn_ids.astype("<i4").tobytes()
         return hashlib.sha256(content).hexdigest()[:16]
-
-
-def supervise_everything(sample: Sample) -> Sample:
-    """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`)."""
-    return sample.with_all_supervised()
 
 
 def all_as_one_turn(turn_ids: np.ndarray) -> np.ndarray:

@@ -25,8 +25,7 @@ WORDS = 3
 APART = ("system", "developer")
 #: scripts that put no space between words (Thai, Lao, Burmese, Khmer, kana, Han): each letter counts as a word
 UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    "\U00020000-\U0003ffff"
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 #: ASCII letters in lower case, digits and _; all else is a space

@@ -111,11 +111,7 @@ def read_prompts(
     Raises: DataError for a malformed record, or one without a user turn.
     """
     found = _load(sources, rejects, lambda c: (c.source, (prompt_of(c), content_key(c))))
-    kept = [
-        (source, *row)
-        for source, rows in by_source(found)
-        for row in capped(rows, sources[source].cap, seed)[0]
-    ]
+    kept = [(source, *row) for source, rows in by_source(found) for row in capped(rows, sources[source].cap, seed)[0]]
     used = weighted(kept, lambda row: (row[0], row[1].id, row[2]), [source.weight for source in sources], seed)
     return list(islice((prompt for _, prompt, _ in kept if used[prompt.id]), limit))
 

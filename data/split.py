@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from headstart.data.messages import folded
 from headstart.data.records import Conversation, opening
 from headstart.data.samples import COPIED, Sample
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, first_names
 
 #: name of the rule below. Change it with the rule: runs that an older rule split are then made again, because the new
 #: rule might evaluate them on conversations that they were trained on
@@ -52,8 +53,7 @@ def prompt_key(conversation: Conversation) -> str:
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]
     prompt: list[dict[str, Any]] = []
     for message in opening(conversation.messages):
-        content = message.get("content")
-        prompt.append({**message, "content": " ".join(content.split()) if isinstance(content, str) else content})
+        prompt.append({**message, "content": folded(message.get("content"))})
     return hashlib.sha256(_as_json(prompt).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -95,7 +95,7 @@ class Split:
         if self.copied_answers:
             lines.append(f"{self.copied_answers} answers left training, they repeat held-out text")
         if self.copies:
-            named = ", ".join(self.copies[:3]) + (", …" if len(self.copies) > 3 else "")
+            named = first_names(self.copies)
             lines.append(f"{len(self.copies)} samples left training with them, they have no other answer ({named})")
         if self.near_copies:
             lines.append(f"{len(self.near_copies)} conversations left training, they are near copies of held-out ones")

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.data.encoding import ALONE, Ranks
 from headstart.data.features import FeatureSource, groups_within
 from headstart.data.own_choice import answer_choices
+from headstart.data.ranks import ALONE, Ranks
 from headstart.data.samples import Sample, check_vocabulary
 from headstart.heads.batch import FeatureBatch
 

@@ -7,7 +7,7 @@ they name is missing, damaged, out of reach or refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 #: most characters of a message; one that quotes a damaged file could be as long as the file
@@ -28,6 +28,15 @@ def in_one_line(error: BaseException, most: int = 200) -> str:
     """
     kind = type(error).__name__
     return f"{kind}: {first_line(error, most)}" if str(error).strip() else kind
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names, for a message.
+
+    >>> first_names(["a", "b", "c", "d"])
+    'a, b, c, …'
+    """
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def clip(text: str) -> str:

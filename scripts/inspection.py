@@ -17,7 +17,7 @@ from headstart.data.samples import Sample, check_vocabulary
 from headstart.heads.errors import DataError
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.vocab import membership
-from headstart.pipeline.data import counts_of, prepare, report_of, statistics_of, trained_samples
+from headstart.pipeline.data import prepare, report_of, statistics_of, summary_of, trained_samples
 from headstart.pipeline.draft_vocab import KnownVocabulary, vocabulary_ahead
 from headstart.pipeline.placeholder import settled_config
 from headstart.pipeline.run import Run, dated_target
@@ -70,7 +70,7 @@ class Shown:
 
 
 def inspect(run: Run, wanted: Wanted) -> tuple[dict[str, Any], list[Shown]]:
-    """(what `--json` prints, whose keys docs/data.md explains; the samples to show).
+    """(what `--json` prints, whose keys docs/inspect.md explains; the samples to show).
 
     Args: run: of `opened`.
     """
@@ -84,7 +84,7 @@ def inspect(run: Run, wanted: Wanted) -> tuple[dict[str, Any], list[Shown]]:
     if wanted.random and shown:
         run.console.say(f"{len(shown)} random samples of {len(trained)}, chosen by seed {seed}")
     value: dict[str, Any] = {
-        "counts": counts_of(run, trained),
+        "counts": summary_of(run, trained),
         "held_out_samples": len(data.held_out),
         "report": report_of(data),
         "supervise": settings.data.supervise,

@@ -21,7 +21,7 @@ from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import FINISH
 from headstart.data.rendering import RefusedError
 from headstart.data.serving.engines import cannot_ask, request_body
-from headstart.data.serving.found import REQUEST, adopt
+from headstart.data.serving.found import REQUEST_HASH, adopt
 from headstart.data.serving.parity import require_same_prompt
 from headstart.data.serving.pool import Asked, Patience, Pool, Server
 from headstart.data.serving.reply import Reply
@@ -119,7 +119,7 @@ class ServerAnswerer(Answerer):
             ids, finish, source = self._tokens(request, reply)
         except TemplateError as error:
             return Answer(request, failed=f"{server.url}: {error}", for_good=True)
-        more: dict[str, Any] = {REQUEST: request_hash(self.target, self.config, request)}
+        more: dict[str, Any] = {REQUEST_HASH: request_hash(self.target, self.config, request)}
         # what a record says is read by `FINISH`; a cut answer is no whole one whatever the server called it
         more["finish_reason"] = reply.finish if FINISH[reply.finish] == finish else finish
         more["token_ids_from"] = source

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headstart.data.answer_file import belongs_to
+from headstart.data.answer_file import belongs_to, record_line
 from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
 from headstart.data.records import parse_record
 from headstart.heads.files import atomic_write, explain_disk
 
 #: field of a record's turn: the hash of its request
-REQUEST = "request"
+REQUEST_HASH = "request"
 
 
 def unasked_of(out: Path) -> Path:
@@ -55,7 +55,7 @@ def adopt(out: Path, asked: Mapping[str, Sequence[tuple[str, Prompt]]], progress
         with open(out, "rb") as lines, open(place, "wb") as kept, open(aside, "ab") as others:
             for new, line in zip(ids, (line for line in lines if _whole(line)), strict=True):
                 record = json.loads(line)
-                (others if new is None else kept).write(_line(record if new is None else {**record, "id": new}))
+                (others if new is None else kept).write(record_line(record if new is None else {**record, "id": new}))
 
     with explain_disk(out):
         atomic_write(out, write)
@@ -91,10 +91,5 @@ def _first_request(record: Any) -> str | None:
     if not isinstance(record, dict):
         return None
     first = [*(record.get("earlier_turns") or []), record][0]
-    key = first.get(REQUEST) if isinstance(first, dict) else None
+    key = first.get(REQUEST_HASH) if isinstance(first, dict) else None
     return key if isinstance(key, str) else None
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
-    return text.encode("utf-8", "backslashreplace")

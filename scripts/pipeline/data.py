@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from headstart.data.config import SourceConfig
-from headstart.data.encoding import ALONE, Ranks
 from headstart.data.own_choice import OwnChoice
 from headstart.data.prepare import PreparedData
-from headstart.data.prepare import prepare as tokenise
+from headstart.data.prepare import prepare as prepare_data
+from headstart.data.ranks import ALONE, Ranks
 from headstart.data.records import opening
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample
 from headstart.data.shingles import of_messages
 from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
 from headstart.eval.prompts import eval_prompts
@@ -43,7 +43,7 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
                 "the same arguments first"
             )
         target = run.either_target
-        run.prepared = data = tokenise(
+        run.prepared = data = prepare_data(
             config, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks, _watched(run)
         )
         if recipe.data.duplicates is None and config.duplicates == "keep":
@@ -77,17 +77,17 @@ def _watched(run: Run) -> list[np.ndarray]:
 def trained_samples(run: Run) -> list[Sample]:
     """The training samples as the loop gets them: under `data.supervise=all`, every token is supervised."""
     samples = prepare(run).train
-    return samples if run.recipe.data.supervise == "answers" else [supervise_everything(sample) for sample in samples]
+    return samples if run.recipe.data.supervise == "answers" else [sample.with_all_supervised() for sample in samples]
 
 
-def counts_of(run: Run, trained: Sequence[Sample]) -> dict[str, Any]:
+def summary_of(run: Run, trained: Sequence[Sample]) -> dict[str, Any]:
     """`summarise` of the training samples. Under data.supervise=all every token is supervised; turns and answers are
     counted as they are."""
     return {**summarise(prepare(run).train), "supervised_tokens": sum(sample.supervised for sample in trained)}
 
 
 def statistics_of(run: Run, draft_ids_U: Tensor | None, own: OwnChoice | None = None) -> dict[str, Any]:
-    """Numbers about the training samples, as JSON values; what each means stands in docs/data.md.
+    """Numbers about the training samples, as JSON values; what each means stands in docs/inspect.md.
 
     Args: draft_ids_U: int64 [U], None where the head drafts all tokens. own: whose text the answers are, if known.
     """
@@ -99,7 +99,7 @@ def statistics_of(run: Run, draft_ids_U: Tensor | None, own: OwnChoice | None = 
     if draft_ids_U is not None:
         vocabulary = {"size": len(draft_ids_U), "of": whole, "coverage": drafted / labels if labels else 0.0}
     return {
-        **counts_of(run, trained),
+        **summary_of(run, trained),
         "drafted_tokens": drafted,
         "depth": run.recipe.head.depth,
         "duplicates": {**_copies_that_left(prepare(run)), "left": exact_copies(trained)},

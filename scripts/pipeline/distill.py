@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.data import distill as distillation
-from headstart.data.answer_file import parts_of
+from headstart.data.answer_file import parts_of, skipped_of
 from headstart.data.answering import Answerer, OwnForward
-from headstart.data.encoding import ALONE, Ranks
+from headstart.data.ranks import ALONE, Ranks, portable
 from headstart.data.rejects import Rejects
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
 from headstart.data.serving.found import unasked_of
 from headstart.data.sources import read_prompts
 from headstart.eval.decoding.generation import EngineAnswerer
-from headstart.heads.errors import DataError, HeadstartError, TargetError
+from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
 from headstart.pipeline.inputs import kept
 from headstart.pipeline.markers import Begin, no_begin
@@ -56,14 +56,13 @@ def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
             run.inputs.distill,
             [path],
             work,
-            leftovers=[path.with_name(path.name + ".skipped.json"), parts_of(path), unasked_of(path)],
+            leftovers=[skipped_of(path), parts_of(path), unasked_of(path)],
             lasting=kept,
             extends=True,
         )
     except Exception as error:
         if not begun:
-            known = isinstance(error, HeadstartError)
-            ranks.gather(error if known else DataError(f"rank 0 failed: {type(error).__name__}: {error}"))
+            ranks.gather(portable(error, 0))
         raise
     if not begun:
         ranks.gather(False)

@@ -11,7 +11,7 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.inspection import as_json, characters, find_samples, pieces, shown_tokens, token_texts
 from headstart.data.prepare import PreparedData, TokenizeReport, tokenize
 from headstart.data.records import Conversation
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample
 from headstart.data.split import Split
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.vocab import membership
@@ -84,7 +84,7 @@ def test_a_token_outside_the_draft_vocabulary_is_supervised_and_not_drafted():
 
 def test_where_everything_is_supervised_the_first_two_tokens_are_never_drafted():
     """Row 0 is the first row, and token 1 its root. Answers keep their turns; copies of held-out text do not train."""
-    shown = shown_tokens(supervise_everything(sample(TURNS)), Letters(), 2)
+    shown = shown_tokens(sample(TURNS).with_all_supervised(), Letters(), 2)
     assert [t.turn for t in shown] == TURNS
     assert [t.mark for t in shown] == [
         "supervised", "supervised", *["drafted"] * 5, "copy", "copy", "supervised", "drafted", "drafted",

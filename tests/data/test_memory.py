@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.data import memory
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.targets.target import Target
@@ -56,7 +56,7 @@ def test_equals_online(target, samples, layers):
 
 
 def test_answers_stay_known_where_everything_is_supervised(target, samples):
-    everything = [supervise_everything(sample) for sample in samples]
+    everything = [sample.with_all_supervised() for sample in samples]
     spec = FeatureSpec()
     for source in (OnlineFeatures(target, everything, spec, 3), MemoryFeatures(target, everything, spec, 3)):
         batch = source.get([4, 1])

@@ -10,7 +10,7 @@ import torch
 
 from headstart.data.features import extract
 from headstart.data.own_choice import ENOUGH_TOKENS, FOREIGN, OwnChoice, own_choice, own_choice_of
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.targets.target import Target
 
@@ -53,7 +53,7 @@ def test_every_foreign_token_counts_once(target: Target):
 def test_counts_are_those_of_a_loop(target: Target, random_samples, everything: bool):
     samples = [*random_samples([24, 9, 17], target.dims.vocab_size), answered(target, [9, 8], 12, foreign=(3,))]
     if everything:
-        samples = [supervise_everything(sample) for sample in samples]
+        samples = [sample.with_all_supervised() for sample in samples]
     expected = [naive(target, sample) for sample in samples]
     found = own_choice(extract(target, samples, FeatureSpec(), max_depth=3))  # one pack
     assert (found.own, found.tokens) == tuple(map(sum, zip(*expected, strict=True))) and found.own >= 10

@@ -13,7 +13,7 @@ import pytest
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.records import parse_record
-from headstart.data.samples import COPIED, Sample, supervise_everything
+from headstart.data.samples import COPIED, Sample
 from headstart.data.split import SHORTEST_COPY, prompt_key, split_held_out, without_copies
 from headstart.heads.errors import ConfigError, DataError
 
@@ -210,7 +210,7 @@ def test_a_last_word_that_all_conversations_share_costs_no_conversation(tmp_path
     assert 20 <= held < 50 and len(data.train) == 200 - held
     assert (data.split.copied_answers, data.split.copies) == (200 - held, [])
     assert data.split.lines() == [f"{200 - held} answers left training, they repeat held-out text"]
-    for sample in map(supervise_everything, data.train):
+    for sample in [each.with_all_supervised() for each in data.train]:
         said = "".join(map(chr, sample.token_ids[sample.turn_ids >= 0]))
         assert said.startswith("Question") and said.endswith("Thanks")
     for sample in data.train:
@@ -242,7 +242,7 @@ def test_copies_by_hand():
     (left, other), answers, copies = without_copies([grown, later], [first])
     assert (answers, copies) == (1, []) and other is later and left.id == "grown"
     assert left.turn_ids.tolist() == [-1, -1, COPIED, COPIED, COPIED, -1, 1, 1, 1]
-    assert supervise_everything(left).turn_ids.tolist() == [0, 0, COPIED, COPIED, COPIED, 0, 0, 0, 0]
+    assert left.with_all_supervised().turn_ids.tolist() == [0, 0, COPIED, COPIED, COPIED, 0, 0, 0, 0]
     assert grown.turn_ids.tolist() == [-1, -1, 0, 0, 0, -1, 1, 1, 1]
     assert without_copies([first], [grown]) == ([], 1, ["first"])
     assert without_copies([grown], [grown]) == ([], 2, ["grown"])

@@ -15,7 +15,7 @@ from chat_templates import TEMPLATES, word_tokenizer
 from headstart.data import prepare as preparing
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import prepare
-from headstart.data.samples import COPIED, Sample, answer_turns, supervise_everything, token_counts
+from headstart.data.samples import COPIED, Sample, answer_turns, token_counts
 from headstart.data.spool import Spool, StoredSample
 from headstart.heads.errors import StorageError
 
@@ -48,14 +48,14 @@ def test_a_stored_sample_is_the_sample():
     turns = np.array([-1, -2, -2, -1, 0, 1, 1], np.int32)
     require_equal(held.with_turns(turns), stored.with_turns(turns))
     require_equal(held.with_turns(turns).renamed("c"), stored.with_turns(turns).renamed("c"))
-    require_equal(supervise_everything(held), supervise_everything(stored))
-    require_equal(supervise_everything(held.with_turns(turns)), supervise_everything(stored.with_turns(turns)))
-    assert supervise_everything(stored).turn_ids.tolist() == [0, 0, 0, 0, COPIED, 0, 0]
-    assert supervise_everything(stored).answer_ids.tolist() == TURNS.tolist()
+    require_equal(held.with_all_supervised(), stored.with_all_supervised())
+    require_equal(held.with_turns(turns).with_all_supervised(), stored.with_turns(turns).with_all_supervised())
+    assert stored.with_all_supervised().turn_ids.tolist() == [0, 0, 0, 0, COPIED, 0, 0]
+    assert stored.with_all_supervised().answer_ids.tolist() == TURNS.tolist()
     for one, other in zip(held.tensors(), stored.tensors(), strict=True):
         assert one.tolist() == other.tolist()
     assert answer_turns([held]) is answer_turns([stored]) is None
-    assert answer_turns([supervise_everything(stored)])[0].tolist() == TURNS.tolist()
+    assert answer_turns([stored.with_all_supervised()])[0].tolist() == TURNS.tolist()
     assert token_counts([stored], 20).tolist() == token_counts([held], 20).tolist()
 
 

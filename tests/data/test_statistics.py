@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample
 from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
 from headstart.heads.vocab import membership
 
@@ -49,7 +49,7 @@ def test_tokens_that_are_drafted_somewhere():
     samples = [sample([-1, 0, 0, 0, -1, 1, 1]), sample([0, 0, 0]), sample([-1, -2, -2, 0])] * 300  # several blocks
     assert label_tokens(samples) == (4 * 300, 4 * 300)
     assert label_tokens(samples, membership(torch.tensor([2, 6]), 7)) == (4 * 300, 3 * 300)
-    assert label_tokens([supervise_everything(samples[0])]) == (5, 5)
+    assert label_tokens([samples[0].with_all_supervised()]) == (5, 5)
     assert label_tokens([]) == (0, 0)
 
 
@@ -71,7 +71,7 @@ def test_scripts_of_answers():
     assert list(found["shares"]) == ["Cyrillic", *list(found["shares"])[1:]]
     assert scripts([spoken("a", "1 + 1 = 2")], Unicode(), 0) == {"samples": 1, "letters": 0, "shares": {}}
     # of everything supervised, answers count
-    assert scripts([supervise_everything(spoken("Ответь", "Hi"))], Unicode(), 0)["shares"] == {"Latin": 1.0}
+    assert scripts([spoken("Ответь", "Hi").with_all_supervised()], Unicode(), 0)["shares"] == {"Latin": 1.0}
 
 
 @pytest.mark.parametrize("limit", [1, 30, 10**6])

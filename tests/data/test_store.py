@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 import headstart.data.store as module
 from headstart.data.features import OnlineFeatures, store_bytes
-from headstart.data.samples import supervise_everything
 from headstart.data.store import StoredFeatures, build_store
 from headstart.heads import files
 from headstart.heads.batch import FeatureSpec
@@ -72,7 +71,7 @@ def test_store_equals_online_for_every_depth_and_pack(target, samples, store, de
 
 
 def test_a_store_of_whole_conversations_still_knows_the_answers(target, samples, tmp_path):
-    everything = [supervise_everything(sample) for sample in samples[:3]]
+    everything = [sample.with_all_supervised() for sample in samples[:3]]
     store = build_store(target, everything, SPEC, tmp_path / "f")
     batch = StoredFeatures(store, 2, samples=everything).get([2, 0])
     assert batch.answer_R.tolist() == [*samples[2].turn_ids, *samples[0].turn_ids] and not batch.turn_R.any()

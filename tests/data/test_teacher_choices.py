@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headstart.data import teacher_choices
-from headstart.data.encoding import Ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.ranks import Ranks
+from headstart.data.samples import Sample
 from headstart.data.teacher_choices import count_votes
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import DataError
@@ -39,7 +39,7 @@ def as_counter(count_V: torch.Tensor) -> Counter[int]:
 def test_every_row_votes_for_the_target_s_choice(target: Target, random_samples, made, everything: bool):
     samples = random_samples([20, 9, 33, 14], target.dims.vocab_size)
     if everything:
-        samples = [supervise_everything(sample) for sample in samples]
+        samples = [sample.with_all_supervised() for sample in samples]
     source = made(target, samples, FeatureSpec(), 3)
     votes = count_votes(samples, source, made is OnlineFeatures, target.dims.vocab_size, seed=0)
     assert as_counter(votes.count_V) == naive(target, samples, {0, 1, 2, 3})

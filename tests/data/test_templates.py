@@ -24,7 +24,7 @@ from templates.families import CONVERSATIONS, FAMILIES, KINDS, TOOL, asked, call
 
 from headstart.data.records import parse_record
 from headstart.data.rendering import RefusedError
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample
 
 RIGHT = [(family, name) for family, found in EXPECTED.items() for name in found if isinstance(found[name], list)]
 REFUSED = [(family, name) for family, found in EXPECTED.items() for name in found if isinstance(found[name], str)]
@@ -77,7 +77,7 @@ def test_the_last_turn_alone(family, conversation):
 def test_everything_trains_where_prompts_train_too(family):
     for ids, turns in encode(family, "chat" if isinstance(EXPECTED[family]["chat"], list) else "thoughts", "bytes"):
         sample = Sample("a", np.array(ids, np.int32), np.array(turns, np.int32))
-        everything = supervise_everything(sample)
+        everything = sample.with_all_supervised()
         assert everything.supervised == len(ids) and everything.answer_ids.tolist() == turns
 
 

@@ -89,7 +89,7 @@ SCHEMA = {
 def test_json_has_the_documented_keys(headstart: Callable, recipe: Path) -> None:
     found = headstart("inspect", recipe, *ONLY_FILES, "--json", "--stats", "--n", "2", "--random").json
     assert schema_errors(found, SCHEMA) == [] and len(found["samples"]) == 2
-    told = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    told = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     keys = {*SCHEMA, *SAMPLE, *TOKEN, *STATISTICS} - set(COUNTS)
     assert [key for key in sorted(keys) if f"`{key}`" not in told] == []
 

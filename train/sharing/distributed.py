@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headstart.data.encoding import Ranks
-from headstart.heads.errors import HeadstartError, StorageError, TrainingError
+from headstart.data.ranks import Ranks, on_first
+from headstart.heads.errors import StorageError, TrainingError
 from headstart.heads.files import explain_disk
 
 T = TypeVar("T")
@@ -57,25 +57,10 @@ def from_main(value: Any) -> Any:
 def on_main(work: Callable[[], T]) -> T:
     """Do `work` on rank 0 and give its result to every rank; when it fails, every rank raises.
 
-    Without this a full disk on rank 0 would leave the other ranks waiting in their next collective. A HeadstartError
-    is raised alike on all ranks; any other error is raised as it is on rank 0 and as a TrainingError elsewhere.
+    A HeadstartError is raised alike on all ranks; any other error is raised as it is on rank 0 and as a TrainingError
+    elsewhere.
     """
-    if not is_distributed():
-        return work()
-    result: Any = None
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-    told = error
-    if error is not None and not isinstance(error, HeadstartError):  # other ranks might not be able to unpickle it
-        told = TrainingError(f"rank 0 failed: {type(error).__name__}: {error}")
-    result, told = from_main((result, told))
-    if told is not None:
-        raise error or told
-    return result
+    return on_first(all_ranks(), work, TrainingError)
 
 
 def require_shared(run_dir: Path, wait_s: float = SHARED_WAIT_S) -> None:

@@ -454,3 +454,10 @@ class Head(nn.Module, ABC):
         per_depth = sum(layer.kept_numbers(recompute) for layer in layers) if layers else 6.0 * hidden
         vocabulary = self.draft_vocab_size or self.dims.vocab_size
         return anchors * (self.depth * per_depth + vocabulary) + rows * 2 * hidden
+
+    def chunk_numbers(self, anchors: float) -> float:
+        """How many of `kept_numbers` are a chunk of logits (losses/fused.py), which is smaller on a CPU. By default 0.
+
+        Args: anchors: A.
+        """
+        return 0.0

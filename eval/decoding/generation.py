@@ -60,6 +60,11 @@ class EngineAnswerer(Answerer):
             needed = max(needed, capacity * 3 // 2)  # later questions grow
         if not self._has_room(rows, needed):
             needed = self._slots(waiting[: AHEAD * rows])
+            # a CPU's memory is everybody's, and more rows at a time make it little faster
+            while decoder.engine is None and self.target.device.type == "cpu" and rows > 1:
+                if self._has_room(rows, needed):
+                    break
+                rows = -(-rows // 2)
         engine = decoder.engine_for(rows, needed)
         stops = set(self.target.stop_token_ids)
         return Stream(engine, requests, decoder.sampling, config.max_new_tokens, stops, graphs=decoder.graphs)

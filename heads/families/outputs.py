@@ -71,7 +71,7 @@ class TeacherRows:
             else:  # a scale or a soft-cap is applied in float32
                 rows, vocab = hidden_SD.shape[0], teacher.weight_VD.shape[0]
                 logits_SV = hidden_SD.new_empty(rows, vocab, dtype=dtype)
-                size = fused.chunk_rows(max(rows, 1), vocab)
+                size = fused.chunk_rows(max(rows, 1), vocab, hidden_SD.device)
                 for into, part in zip(logits_SV.split(size), hidden_SD.split(size), strict=True):
                     into.copy_(teacher.logits(part, dtype=dtype))
             return cls(logits_SV, fused.teacher_logsumexp(logits_SV))
@@ -227,9 +227,12 @@ class OutputMatrices(Head, AddsGradients):
         Inputs and their gradients are the family's to count. Gradients of own matrices are not counted: captured steps
         keep none (heads/gradients.py).
         """
+        taught = anchors * self.dims.vocab_size if self.config.loss == "kl" else 0
+        return self.chunk_numbers(anchors) + taught
+
+    def chunk_numbers(self, anchors: float) -> float:
         vocab = self.dims.vocab_size
-        chunk = fused.chunk_rows(max(int(anchors), 1), vocab) * vocab
-        return chunk + (anchors * vocab if self.config.loss == "kl" else 0)
+        return fused.chunk_rows(max(int(anchors), 1), vocab) * vocab
 
     def output_multiply_adds(self) -> float:
         """Multiply-adds of one row at one depth: the average, as all depths cost the same."""

@@ -115,7 +115,7 @@ class BlockTeacher:
         if self.head.plain:
             return self.head.logits(hidden_TD, self.draft_ids_U, self.dtype)
         # a cap makes float32 tensors on its way
-        part = fused.chunk_rows(max(len(hidden_TD), 1), 4 * len(self.head.weight_VD))
+        part = fused.chunk_rows(max(len(hidden_TD), 1), 4 * len(self.head.weight_VD), hidden_TD.device)
         return torch.cat([self.head.logits(x, self.draft_ids_U, self.dtype) for x in hidden_TD.split(part)])
 
     def of(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,9 +161,9 @@ class _Slots:
         return dpace_weights(self.stats[CE].view(shape), self.active_M.view(shape)).flatten()
 
 
-def chunk_blocks(blocks: int, depth: int, tokens: int) -> int:
-    """Blocks of a chunk: as few chunks of about equal size as fused.CHUNK_ELEMENTS allows."""
-    most = max(1, fused.CHUNK_ELEMENTS // (tokens * depth))
+def chunk_blocks(blocks: int, depth: int, tokens: int, device: torch.device | None = None) -> int:
+    """Blocks of a chunk: as few chunks of about equal size as fused.chunk_elements allows."""
+    most = max(1, fused.chunk_elements(device) // (tokens * depth))
     even = -(-blocks // max(1, -(-blocks // most)))
     return max(1, min(blocks, most, -(-even // 32) * 32))
 
@@ -268,7 +268,7 @@ def _over_chunks(
     up_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Measure all slots; with a scale, also (gradient of x, gradient of up, summed in float32)."""
-    step = slots.depth * chunk_blocks(len(x_MX) // slots.depth, slots.depth, len(matrix_UX))
+    step = slots.depth * chunk_blocks(len(x_MX) // slots.depth, slots.depth, len(matrix_UX), x_MX.device)
     grad_MX = None if scale_4 is None else torch.empty_like(x_MX)
     sum_dtype = torch.promote_types(up_dtype, torch.float32)
     grad_Ur: Tensor | None = None

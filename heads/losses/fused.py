@@ -23,6 +23,8 @@ from headstart.heads.numerics import add_weight_grad, compute_dtype, weight_grad
 
 #: most logits of a chunk
 CHUNK_ELEMENTS = 5 << 27
+#: the same on a CPU, where no kernel works in place: a loss there holds about eight tensors of a chunk's size
+HOST_CHUNK_ELEMENTS = 1 << 24
 
 #: rows of a chunk are a multiple of this where CHUNK_ELEMENTS allows
 CHUNK_MULTIPLE = 128
@@ -34,9 +36,15 @@ RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
 Update = tuple[Tensor, Tensor]
 
 
-def chunk_rows(rows: int, tokens: int) -> int:
-    """Rows of a chunk: as few chunks of about equal size as CHUNK_ELEMENTS allows."""
-    most = max(1, CHUNK_ELEMENTS // tokens)
+def chunk_elements(device: torch.device | None = None) -> int:
+    """Most logits of a chunk on a device (None: a GPU)."""
+    on_host = device is not None and device.type == "cpu"
+    return min(CHUNK_ELEMENTS, HOST_CHUNK_ELEMENTS) if on_host else CHUNK_ELEMENTS
+
+
+def chunk_rows(rows: int, tokens: int, device: torch.device | None = None) -> int:
+    """Rows of a chunk: as few chunks of about equal size as `chunk_elements` allows."""
+    most = max(1, chunk_elements(device) // tokens)
     even = -(-rows // max(1, -(-rows // most)))
     return max(1, min(rows, most, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE))
 
@@ -96,7 +104,7 @@ def _linear_loss(
     """
     hidden_AH, tokens = tensors[0], tensors[1].shape[0]
     rows = hidden_AH.shape[0]
-    chunk = chunk_rows(rows, tokens)
+    chunk = chunk_rows(rows, tokens, hidden_AH.device)
     products = [
         _Product(tensors[i], tensors[i + 1], (wants[i], wants[i + 1]), chunk, None if i else sum_UH)
         for i in range(0, len(tensors), 2)
@@ -202,7 +210,7 @@ def row_logsumexp(x_TU: Tensor) -> Tensor:
     """log Σ exp of every row, [T] in at least float32, without another tensor of the size of x."""
     if wants_kernel(x_TU):
         return kernels.logsumexp(x_TU)
-    chunk = chunk_rows(max(x_TU.shape[0], 1), x_TU.shape[1])
+    chunk = chunk_rows(max(x_TU.shape[0], 1), x_TU.shape[1], x_TU.device)
     return torch.cat([wide(part_CU).logsumexp(-1) for part_CU in x_TU.split(chunk)])
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads.losses.block import BlockLabels
-from headstart.heads.losses.fused import CHUNK_ELEMENTS
+from headstart.heads.losses.fused import chunk_elements
 from headstart.heads.numerics import compute_dtype, wide
 
 
 @torch.no_grad()
 def candidates(hidden_MD: Tensor, output_UD: Tensor, count: int) -> Tensor:
     """The `count` most likely tokens of every slot, int64 [M, C], the most likely one first."""
-    rows = max(1, CHUNK_ELEMENTS // len(output_UD))
+    rows = max(1, chunk_elements(hidden_MD.device) // len(output_UD))
     matrix_UD = output_UD.to(hidden_MD.dtype)
     found = [(x_SD @ matrix_UD.t()).topk(count, -1).indices for x_SD in hidden_MD.split(rows)]
     return torch.cat(found) if found else hidden_MD.new_zeros((0, count), dtype=torch.int64)

@@ -16,6 +16,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_text
+from headstart.heads.losses.fused import chunk_rows
 from headstart.heads.rope import dynamic_note
 from headstart.heads.targets.adapter import plain_weights
 from headstart.heads.targets.locate import (
@@ -296,7 +297,8 @@ class Target:
         return replace(batch, hidden_RD=hidden_RD, streams_RkD=streams_RkD, teacher_argmax_A=argmax_A)
 
     def teacher_argmax(self, hidden_RD: Tensor, row_A: Tensor, chunk: int = 4096) -> Tensor:
-        """int64 [A]: the target's greedy next token after each row."""
+        """int64 [A]: the target's greedy next token after each row. Args: chunk: most rows whose logits are held."""
+        chunk = chunk_rows(chunk, self.dims.vocab_size, self.device)
         parts = [self.teacher.logits(hidden_RD[rows]).argmax(-1) for rows in row_A.split(chunk)]
         return torch.cat(parts) if parts else row_A.new_zeros(0)
 

@@ -345,3 +345,6 @@ class JointHead(Head):
         """As the inner head's, and what the second stage keeps of the target: see target_numbers."""
         target = target_numbers(self._target[0], self.joint, rows, recompute)
         return self.inner.kept_numbers(rows, anchors, recompute) + target
+
+    def chunk_numbers(self, anchors: float) -> float:
+        return self.inner.chunk_numbers(anchors)

@@ -75,6 +75,9 @@ class BlockCosts(Head):
         context = rows * (2 * hidden + 6 * len(self.layers) * keys)
         ends = slots * (hidden + 4 * attention.head_dim) + drafts * 3 * hidden
         logits = min(rows, drafts) * size if self.needs_teacher else 0
-        loss = min(drafts * size, CHUNK_ELEMENTS) + (logits if logits <= TEACHER_ELEMENTS else 0)
+        loss = self.chunk_numbers(anchors) + (logits if logits <= TEACHER_ELEMENTS else 0)
         layer = slots * ((3 if recompute else 1) * inner + 3 * hidden + 2 * (queries + 2 * keys))
         return slots * len(self.layers) * per_layer + context + ends + max(loss, layer)
+
+    def chunk_numbers(self, anchors: float) -> float:
+        return min(anchors * self.depth * len(self.output_UD), CHUNK_ELEMENTS)

@@ -213,6 +213,28 @@ def test_chunks_are_few_and_even():
         chunk = fused.chunk_rows(rows, 32000)
         assert chunk % 128 == 0 and chunk * 32000 <= fused.CHUNK_ELEMENTS
         assert -(-rows // chunk) == -(-rows // 20971)
+    host = torch.device("cpu")
+    assert fused.chunk_rows(57344, 32000, host) * 32000 <= fused.HOST_CHUNK_ELEMENTS < fused.CHUNK_ELEMENTS
+    assert fused.chunk_rows(300, 32000, host) == 300
+
+
+def test_a_loss_on_a_cpu_makes_no_tensor_above_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that a loss is asked for at a time are counted."""
+    monkeypatch.setattr(fused, "HOST_CHUNK_ELEMENTS", 3 * TOKENS)
+    x, asked = inputs(), []
+    linear = fused.F.linear
+
+    def counted(*args):
+        made = linear(*args)
+        asked.append(made.numel())
+        return made
+
+    monkeypatch.setattr(fused.F, "linear", counted)
+    small, _ = fused.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"])
+    assert max(asked) == 3 * TOKENS and len(asked) == -(-len(x["hidden"]) // 3)
+    monkeypatch.undo()
+    whole, _ = fused.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"])
+    torch.testing.assert_close(small, whole)
 
 
 def test_gradients_are_formed_once():

@@ -11,7 +11,17 @@ import numpy as np
 
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.duplicates import Originals, content_key, near_duplicates, require_minhash
-from headstart.data.mixing import SourceCount, as_dicts, by_source, capped, counts_of, lines_of, weighted
+from headstart.data.mixing import (
+    BY_WEIGHT,
+    OVER_CAP,
+    SourceCount,
+    as_dicts,
+    by_source,
+    capped,
+    counts_of,
+    lines_of,
+    weighted,
+)
 from headstart.data.prompts import prompt_of
 from headstart.data.records import Conversation, opening
 from headstart.data.rejects import Rejects
@@ -21,7 +31,7 @@ from headstart.data.sources import load_conversations
 from headstart.heads.errors import first_names
 
 #: reasons for which conversations are not used, as the report has them
-EXACT, NEAR, WEIGHT = "exact duplicates", "near duplicates", "not chosen by weight"
+EXACT, NEAR = "exact duplicates", "near duplicates"
 HELD_OUT_COPY, HELD_OUT_TEXT = "near copies of held-out conversations", "repeat held-out text"
 BAD, EXCLUDED = "bad rows", "begin with a prompt of data.exclude"
 
@@ -69,8 +79,7 @@ class Gathered:
         for source, rows in by_source((conversation.source, conversation) for conversation in found):
             count = self.counts[source]
             kept, left = capped(self._unique(rows, count, used), count.cap, self.seed)
-            if left:
-                count.dropped[f"over the cap of {count.cap}"] = left
+            count.leave(OVER_CAP.format(count.cap), left)
             for conversation, key in kept:
                 used[key] = conversation.id
                 self._rows[conversation.id] = len(self._keys)
@@ -155,7 +164,7 @@ class Gathered:
         place = lambda s: (s.meta["source"], conversation_of(s), self._keys[self._rows[conversation_of(s)]])  # noqa: E731
         weights = [source.weight for source in self.sources]
         used = weighted(samples, place, weights, self.seed, most_repeats)
-        kept = self.left_out(samples, (name for name, number in used.items() if not number), WEIGHT)
+        kept = self.left_out(samples, (name for name, number in used.items() if not number), BY_WEIGHT)
         for name, source in {conversation_of(sample): sample.meta["source"] for sample in kept}.items():
             self.counts[source].repeated += used[name] - 1
         again = [

@@ -18,6 +18,8 @@ from headstart.data.config import SourceConfig
 from headstart.heads.files import short_path
 
 T = TypeVar("T")
+#: reasons for which a cap and a weight leave conversations out
+OVER_CAP, BY_WEIGHT = "over the cap of {}", "not chosen by weight"
 
 
 @dataclass
@@ -47,6 +49,26 @@ class SourceCount:
         """Conversations that train in one epoch, repeats included."""
         return self.trained + self.repeated
 
+    def leave(self, reason: str, number: int) -> None:
+        """Count conversations that are left out."""
+        if number:
+            self.dropped[reason] += number
+
+    def left_out(self) -> str:
+        """In words, each reason after a comma."""
+        return "".join(f", {number} {reason}" for reason, number in self.dropped.most_common())
+
+    def asked(self, bad: int) -> str:
+        """In words, for prompts. Args: bad: number of bad rows."""
+        if not self.read:
+            return self.no_records()
+        rows = f", {bad} bad rows" if bad else ""
+        asked = self.read - bad - sum(self.dropped.values())
+        return f"{self.name}: {self.read} prompts read{self.left_out()}{rows}; {asked} are asked"
+
+    def no_records(self) -> str:
+        return f"{self.name}: found no records, expected at least one: is this the right source?"
+
 
 def counts_of(sources: Sequence[SourceConfig]) -> list[SourceCount]:
     return [SourceCount(short_path(s.path or f"{s.dataset}[{s.split}]"), s.weight, s.cap) for s in sources]
@@ -73,13 +95,13 @@ def lines_of(counts: Sequence[SourceCount]) -> list[str]:
     lines = []
     for count, facts in zip(counts, as_dicts(counts), strict=True):
         if not count.read:
-            lines.append(f"{count.name}: found no records, expected at least one: is this the right source?")
+            lines.append(count.no_records())
             continue
-        left = "".join(f", {number} {reason}" for reason, number in count.dropped.most_common())
         again = f" and {count.repeated} repeats" if count.repeated else ""
         lines.append(
-            f"{count.name}: {count.read} conversations read{left}; {count.trained} train{again}, {count.held_out} held "
-            f"out; {facts['conversation_share']:.1%} of conversations, {facts['token_share']:.1%} of tokens"
+            f"{count.name}: {count.read} conversations read{count.left_out()}; {count.trained} train{again}, "
+            f"{count.held_out} held out; {facts['conversation_share']:.1%} of conversations, "
+            f"{facts['token_share']:.1%} of tokens"
         )
     return lines
 

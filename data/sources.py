@@ -18,7 +18,7 @@ from headstart.data.duplicates import content_key
 from headstart.data.hub import load_rows
 from headstart.data.json_lists import stream_list
 from headstart.data.messages import Where, checked_json, kind
-from headstart.data.mixing import by_source, capped, weighted
+from headstart.data.mixing import BY_WEIGHT, OVER_CAP, by_source, capped, counts_of, weighted
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, parse_record
 from headstart.data.rejects import Bad, Rejects, stop
@@ -101,18 +101,37 @@ def _unique(conversation: Conversation, seen: dict[str, int]) -> Conversation:
 
 
 def read_prompts(
-    sources: Sequence[SourceConfig], limit: int | None = None, rejects: Rejects | None = None, seed: int = 0
+    sources: Sequence[SourceConfig],
+    limit: int | None = None,
+    rejects: Rejects | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Prompt]:
     """Prompts for distillation, by the rules of `prompt_of`, within the caps and in the shares of the sources.
 
     Args:
         rejects: as in `load_conversations`.
         seed: chooses prompts where a cap or a weight leaves some out.
+        say: takes a line for each source that has no records, or of which a cap or a weight left some out.
     Raises: DataError for a malformed record, or one without a user turn.
     """
-    found = _load(sources, rejects, lambda c: (c.source, (prompt_of(c), content_key(c))))
-    kept = [(source, *row) for source, rows in by_source(found) for row in capped(rows, sources[source].cap, seed)[0]]
+    skipped: Counter[int] = Counter()
+    found = _load(sources, rejects, lambda c: (c.source, (prompt_of(c), content_key(c))), skipped)
+    kept: list[tuple[int, Prompt, bytes]] = []
+    counts = counts_of(sources)
+    for source, rows in by_source(found):
+        chosen, left = capped(rows, sources[source].cap, seed)
+        there = [(source, *row) for row in chosen]
+        kept += there
+        counts[source].read = len(there) + left
+        counts[source].leave(OVER_CAP.format(sources[source].cap), left)
     used = weighted(kept, lambda row: (row[0], row[1].id, row[2]), [source.weight for source in sources], seed)
+    for source, prompt, _ in kept:
+        counts[source].leave(BY_WEIGHT, not used[prompt.id])
+    for source, count in enumerate(counts):
+        counts[source].read += skipped[source]
+        if count.dropped or not count.read:
+            say(count.asked(skipped[source]))
     return list(islice((prompt for _, prompt, _ in kept if used[prompt.id]), limit))
 
 

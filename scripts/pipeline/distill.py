@@ -102,10 +102,12 @@ def _through_servers(run: Run) -> tuple[Target, Answerer]:
 
 def _answer(run: Run, begin: Begin, ranks: Ranks) -> dict[str, Any]:
     data, rejects = run.recipe.data, Rejects()
-    target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
-    prompts = read_prompts(data.distill.prompts, rejects=rejects, seed=run.recipe.seed)
-    for line in rejects.lines():
+    told: list[str] = []
+    prompts = read_prompts(data.distill.prompts, rejects=rejects, seed=run.recipe.seed, say=told.append)
+    for line in (*rejects.lines(), *told):
         run.console.say(f"distill: {line}")
+    # after the prompts: a bad row is told before weights are loaded
+    target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
     done = total = 0
     if ranks.rank == 0:
         run.claim(begin)

@@ -199,6 +199,24 @@ def test_prompts_are_mixed_too(tmp_path: Path):
     assert (sum(p[0] == "a" for p in prompts), sum(p[0] == "b" for p in prompts)) == (20, 80)
     assert prompts == [p.id for p in read_prompts([a, b], seed=3)] != [p.id for p in read_prompts([a, b], seed=4)]
     assert len(read_prompts([a, b], 7)) == 7
+    told: list[str] = []
+    read_prompts([a, b], say=told.append)
+    assert told == [
+        f"{a.path}: 100 prompts read, 80 not chosen by weight; 20 are asked",
+        f"{b.path}: 100 prompts read, 20 over the cap of 80; 80 are asked",
+    ]
+
+
+def test_prompts_that_are_left_out_are_told(tmp_path: Path):
+    a, b, c = source(tmp_path, "a", 9, cap=4, on_bad="skip"), source(tmp_path, "b", 0), source(tmp_path, "c", 3, cap=3)
+    with open(str(a.path), "a", encoding="utf-8") as file:
+        file.write('{"promt": "x"}\n{\n')
+    told: list[str] = []
+    assert len(read_prompts([a, b, c], say=told.append)) == 7
+    assert told == [
+        f"{a.path}: 11 prompts read, 5 over the cap of 4, 2 bad rows; 4 are asked",
+        f"{b.path}: found no records, expected at least one: is this the right source?",
+    ]
 
 
 def test_answers_of_the_target_have_a_weight_of_their_own(tmp_path: Path):

@@ -138,8 +138,8 @@ def measure(
     )  # fmt: skip
 
 
-def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
-    """A record for each batch size. Raises: DataError for a file without prompts."""
+def bench(arguments: argparse.Namespace) -> Iterator[DistilRecord]:
+    """A record for each batch size, as soon as it is measured. Raises: DataError for a file without prompts."""
     device = resolve_device(arguments.device)
     if device.type == "cuda":
         wake_compiler()
@@ -147,7 +147,6 @@ def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
     prompts = read_prompts([SourceConfig(path=str(arguments.data))], arguments.limit)
     if not prompts:
         raise DataError(f"--data {arguments.data}: found no prompts, expected at least one")
-    records: list[DistilRecord] = []
     engine: EngineAnswerer | None = None
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for batch in arguments.batch:
@@ -158,7 +157,6 @@ def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
             answers = arguments.answers or max(4096, 16 * batch)
             engine = engine or EngineAnswerer(target, config)
             record = measure(engine, prompts, config, answers, Path(folder))
-            records.append(record)
             print(
                 f"distil {record.target} {record.dtype} batch {batch}, temperature {record.temperature:g}: "
                 f"{record.value:,.0f} tokens/s of {record.answers} answers ({record.mean_tokens:.0f} tokens, prompts "
@@ -166,7 +164,7 @@ def bench(arguments: argparse.Namespace) -> list[DistilRecord]:
                 f"rendering {record.tokenise_s:.1f} s, warm-up {record.setup_s:.1f} s; {record.path}",
                 flush=True,
             )
-    return records
+            yield record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +188,8 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--out", type=Path, help="JSON file that the rows are added to")
     arguments = parser.parse_args()
-    add_rows(arguments.out, bench(arguments), lambda row: (row["case"], row.get("batch"), row.get("temperature")))
+    for record in bench(arguments):
+        add_rows(arguments.out, [record], lambda row: (row["case"], row.get("batch"), row.get("temperature")))
 
 
 if __name__ == "__main__":

@@ -102,5 +102,5 @@ def test_recorded_rows_say_what_was_measured_where() -> None:
         assert isinstance(row["value"], int | float) and row["unit"] and row["card"]
         assert row["command"].startswith("python") and re.fullmatch(r"[0-9a-f]{12}", row["git_revision"])
     found = {row["case"]: row["value"] for row in rows}
-    assert {"tokenise_ratio", "stream_peak_gib", "kill_points_ok", "template_families_ok"} <= found.keys()
+    assert {*data.HERE, "distil_tokens_per_s"} <= found.keys()
     assert len({data.key(row) for row in rows}) == len(rows)

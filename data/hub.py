@@ -9,6 +9,7 @@ from typing import Any
 
 from headstart.data.config import SourceConfig
 from headstart.heads.errors import DataError, in_one_line
+from headstart.heads.quiet import without_bars
 
 #: seconds to wait for the Hub before saying that it cannot be reached
 TIMEOUT = 10.0
@@ -36,7 +37,8 @@ def load_rows(source: SourceConfig) -> Iterator[Any]:
             yield from saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
             return
         streaming = source.limit is not None if source.streaming is None else source.streaming
-        yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=streaming)
+        with without_bars(("huggingface_hub", "datasets")):
+            yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=streaming)
     except Exception as error:  # the libraries raise network exceptions of many kinds
         cause = in_one_line(error)
         raise DataError(f"dataset {name!r} (split {source.split!r}): cannot be loaded ({cause}): {remedy}") from error

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
+
+from headstart.train.tracking.screen import Phase, Screen, plain
 
 #: reports progress: (how many are done, of how many, a message or "")
 Advance = Callable[[int, int, str], None]
-#: seconds between two progress lines where stderr is not a terminal
-QUIET_S = 15.0
-
-
-def plain(text: str) -> str:
-    """`text` without control characters. The import brings torch, which help must not load, so it stands inside."""
-    from headstart.heads.escape import plain as escaped
-
-    return escaped(text)
 
 
 class Harmless:
@@ -45,15 +36,22 @@ class Console:
     Args:
         as_json: print exactly one JSON value on stdout, the one given to `result`. What else is printed goes to stderr.
         silent: print nothing (ranks other than the first).
+    Attributes:
+        screen: what shows phases, bars and messages, for work that has no Console.
     """
 
     def __init__(self, as_json: bool = False, silent: bool = False):
         self.as_json, self.silent = as_json, silent
         self._out = sys.stdout
-        self._console = RichConsole(stderr=True, highlight=False, markup=False, quiet=silent)
+        self.screen = Screen(not silent)
 
-    def say(self, message: str, style: str | None = None) -> None:
-        self._console.print(plain(message), style=style, soft_wrap=True)
+    def say(self, message: str, style: str | None = None, whole: bool = False) -> None:
+        """Print a message on stderr. Args: whole: a command to copy, which is not wrapped."""
+        self.screen.say(message, style, whole)
+
+    def phase(self, name: str, said: bool = True, drawn: bool = True) -> AbstractContextManager[Phase]:
+        """While open, this is what the command does; see Screen.phase."""
+        return self.screen.phase(name, said, drawn)
 
     def result(self, value: Any, shown: RenderableType | Callable[[], RenderableType] | None = None) -> None:
         """Print the command's result: `value` as JSON, or else `shown`, which may be a function that makes it."""
@@ -92,29 +90,21 @@ class Console:
             yield
 
     @contextmanager
-    def progress(self, label: str, unit: str = "") -> Iterator[Advance]:
-        """On a terminal a bar with the time left; elsewhere a line every QUIET_S seconds."""
-        if self._console.is_terminal and not self.silent:
-            with _bar(self._console, label, unit) as advance:
-                yield advance
-            return
-        yield self._lines(label, unit)
+    def progress(self, label: str, unit: str = "", notes: bool = False) -> Iterator[Advance]:
+        """On a terminal a bar with the time left; elsewhere a line every few seconds.
 
-    def _lines(self, label: str, unit: str) -> Advance:
-        """Progress without a terminal: messages as they come, a count every QUIET_S seconds and at the end."""
-        last, before = 0.0, -1
+        Args: notes: messages stand beside the count; otherwise each is a line of its own.
+        """
+        with self.screen.bar(label, unit) as bar:
 
-        def advance(done: int, total: int, message: str = "") -> None:
-            nonlocal last, before
-            now = time.monotonic()
-            if message and message != "done":
-                self.say(f"{label}: {message}")
-            if (done >= total and done != before) or now - last >= QUIET_S:
-                last = now
-                self.say(f"{label}: {done} of {total} {unit}".rstrip())
-            before = done
+            def advance(done: int, total: int, message: str = "") -> None:
+                message = "" if message == "done" else message
+                if message and not notes:
+                    self.say(f"{label}: {message}")
+                bar.update(done, total, message if notes else None)
+                self.screen.tell(bar)
 
-        return advance
+            yield advance
 
 
 def _json_line(value: Any, encoding: str | None) -> str:
@@ -127,25 +117,3 @@ def _json_line(value: Any, encoding: str | None) -> str:
     except UnicodeEncodeError:
         return json.dumps(value, default=str)
     return text
-
-
-@contextmanager
-def _bar(console: RichConsole, label: str, unit: str) -> Iterator[Advance]:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit, markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(label, total=None)
-
-        def advance(done: int, total: int, message: str = "") -> None:
-            bar.update(task, completed=done, total=total)
-            if message and message != "done":
-                bar.console.print(plain(f"{label}: {message}"))
-
-        yield advance

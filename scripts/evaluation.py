@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headstart.console import Advance, Console
+from headstart.console import Console
 from headstart.eval.config import EvalConfig
 from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.report import Report
@@ -42,8 +42,8 @@ def measure(
     warning = trained_otherwise(place, target)
     if warning is not None:
         console.say(warning)
-    with console.progress("eval", "prompts") as advance:
-        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=counts_only(advance))
+    with console.progress("eval", "prompts", notes=True) as advance:
+        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=advance)
     report.notes += [warning] if warning is not None else []
     if place is not None and (cost := notes(place).get("quality")):
         report.notes.append(f"the head drafts for a tuned target: {summary(cost)}")
@@ -67,8 +67,8 @@ def _compare_shorter_chains(
     )
     for depth in range(config.tree.depth - 1, 0, -1):
         shorter = replace(once, tree=replace(config.tree, depth=depth))
-        with console.progress(f"eval (chain of {depth})", "prompts") as advance:
-            rates[depth] = evaluate(target, head, shorter, progress=counts_only(advance)).tokens_per_s or 0.0
+        with console.progress(f"eval (chain of {depth})", "prompts", notes=True) as advance:
+            rates[depth] = evaluate(target, head, shorter, progress=advance).tokens_per_s or 0.0
     best = max(rates, key=lambda depth: rates[depth])
     listed = ", ".join(f"{depth}: {rate / baseline:.2f}×" for depth, rate in sorted(rates.items()))
     fastest = f"a chain of {best}" if rates[best] > baseline else "plain decoding"
@@ -82,8 +82,3 @@ def say_own_data(data: Any, console: Console) -> None:
     own = [f"{name} is {source.path}" for name, source in zip(names, sources, strict=True) if OWN_DATA in name]
     if len(own) > 1:
         console.say(f"in the report {', '.join(own)}")
-
-
-def counts_only(advance: Advance) -> Advance:
-    """`advance` without messages: an evaluation names the task of every prompt, which is too much to show."""
-    return lambda done, total, _task: advance(done, total, "")

@@ -1,4 +1,5 @@
-"""SIGTERM ends a process in order: while it starts (StartupStop), and while a command works (terminable).
+"""Signals end a process in order: SIGTERM while it starts (StartupStop) and while a command works (terminable), Ctrl-C
+while a command works (interruptible).
 
 Starting takes seconds to minutes, because torch is imported and the ranks meet. This module imports nothing that takes
 time.
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -98,3 +99,32 @@ def terminable(after: signal.Handlers | None = None) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before if after is None else after)
+
+
+@contextmanager
+def interruptible(tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, Ctrl-C says at once what it does, and raises KeyboardInterrupt as it does otherwise.
+
+    Python sets handlers in the main thread only; in another thread this does nothing. Where Ctrl-C is ignored or
+    handled otherwise, it stays so.
+
+    Args: tell: says a message; it may be called while anything is interrupted.
+    """
+    told = False
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            tell("stopping: what is finished is kept; Ctrl-C again to stop now")
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

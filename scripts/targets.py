@@ -13,9 +13,9 @@ def loaded_target(config: TargetConfig, console: Console) -> Target:
 
     Raises: TargetError as `load_target` does.
     """
-    console.say(f"loading target {config.name} …")
-    wake_compiler()
-    target = load_target(config)
+    with console.phase(f"loading target {config.name}"):
+        wake_compiler()
+        target = load_target(config)
     for note in target.notes:
         console.say(f"target: {note}")
     return target

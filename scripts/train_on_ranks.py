@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from headstart.console import Console
 from headstart.heads.errors import ConfigError, HeadstartError, explain_memory
 from headstart.heads.escape import plain
+from headstart.heads.quiet import without_bars
 from headstart.heads.targets.load import resolve_device
 from headstart.pipeline.data import prepare
 from headstart.pipeline.distill import NO_PROMPTS, distill
@@ -66,7 +67,9 @@ def main(
                 startup.over()
             console = Console(silent=not accelerator.is_main_process)
             run = Run(recipe, console, device=str(accelerator.device), ahead=("train",))
-            train_ranks(run, accelerator, watch, options.only_distill)
+            working = console.phase("headstart.train", said=False, drawn=False)
+            with working, without_bars(("huggingface_hub", "transformers")):
+                train_ranks(run, accelerator, watch, options.only_distill)
         accelerator.end_training()
     except HeadstartError as error:
         print(f"{rank}error: {plain(str(error))}", file=sys.stderr)

@@ -43,6 +43,7 @@ from headstart.train.standing import Standing
 from headstart.train.step import LossModule, SumNames, WindowSums, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import Fetcher, PackStream, TrainData, Window, WindowFeed, idle_note
 from headstart.train.tracking.meters import Meters
+from headstart.train.tracking.screen import Screen
 
 #: (head, step, final) → values; see validate.Validator
 Validate = Callable[[Head, int, bool], dict[str, float]]
@@ -55,12 +56,18 @@ class Observers:
     Attributes:
         validate: measures the head on held-out data.
         watch: watches the other ranks. It lets this rank finish writing a checkpoint before it ends it.
-        progress: whether a terminal shows how far the run is.
+        progress: whether rank 0 shows how far the run is.
+        screen: where it shows that, if other steps of the command share it.
     """
 
     validate: Validate | None = None
     watch: Watch | None = None
     progress: bool = True
+    screen: Screen | None = None
+
+    def screen_of(self, rank: int) -> Screen:
+        """Where this rank shows how far the run is."""
+        return self.screen if self.screen is not None and rank == 0 else Screen(self.progress and rank == 0)
 
 
 @dataclass
@@ -157,7 +164,7 @@ class TrainingLoop:
         writer = CheckpointWriter(CheckpointStore(run_dir / "checkpoints", config.keep), device)
         if observers.watch is not None:
             observers.watch.wait_for_writes = writer.wait_for_writes
-        self.standing = Standing(config, run_dir, stream, budget, self.meters, rank, size, observers.progress)
+        self.standing = Standing(config, run_dir, stream, budget, self.meters, rank, size, observers.screen_of(rank))
         self.health = Health(self.standing, head, writer, fetcher.again, device)
         provenance = make_provenance(device) if provenance is None else provenance
         self.saving = Saving(self.standing, self.health, self.parallel, writer, provenance)
@@ -330,7 +337,7 @@ class TrainingLoop:
         standing, saving = self.standing, self.saving
         self.health.examine_all()
         assert self.observers.validate is not None
-        with self.parallel.whole_head():
+        with standing.screen.phase("validating", said=False), self.parallel.whole_head():
             values = self.observers.validate(self.head, standing.state.step, final)
         values = from_main(values)  # rank 0 alone measures τ
         standing.state.metrics, standing.state.unvalidated = values, False

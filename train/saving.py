@@ -129,9 +129,11 @@ class Saving:
     def write_all(self) -> None:
         """Wait until everything is on disk. A full disk pauses the run (writer.write_all)."""
         standing = self.standing
-        paused = write_all(
-            self.writer, standing.config.disk_wait, lambda: standing.signal.received is not None, standing.reporter.say
-        )
+        with standing.screen.phase("saving", said=False):
+            paused = write_all(
+                self.writer, standing.config.disk_wait, lambda: standing.signal.received is not None,
+                standing.reporter.say,
+            )  # fmt: skip
         standing.leave_out(paused)
 
     def keep_if_best(self, values: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ failed write) therefore travels in the one all-reduce that a step makes anyway:
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from headstart.train.optim import Budget
 from headstart.train.sharing.distributed import Agreement
 from headstart.train.stream import PackStream
 from headstart.train.tracking.meters import Meters
+from headstart.train.tracking.screen import Screen
 from headstart.train.tracking.track import Reporter, RunTracker, open_tracker
 
 #: numbers of `Agreed`, which travel between the counts and the flags of an exchange
@@ -83,7 +85,7 @@ class Standing:
     """The state of a run, its clock and its records.
 
     Args:
-        show: whether a terminal shows how far the run is (on rank 0).
+        screen: shows how far the run is.
     Attributes:
         state: replaced when a run resumes.
         agreed: what the ranks agreed on last.
@@ -92,19 +94,25 @@ class Standing:
 
     def __init__(
         self, config: TrainConfig, run_dir: Path, stream: PackStream, budget: Budget, meters: Meters, rank: int,
-        size: int, show: bool,
+        size: int, screen: Screen,
     ):  # fmt: skip
         self.config, self.run_dir, self.stream, self.budget, self.meters = config, run_dir, stream, budget, meters
         self.rank, self.size = rank, size
         total, unit = (budget.seconds, "s") if budget.seconds else (float(budget.steps or 1), "steps")
-        self.reporter = Reporter(show and rank == 0, total, unit)
+        self.screen, self.reporter = screen, Reporter(screen, total, unit)
         self.tracker: RunTracker | None = None
-        self.signal = StopSignal()
+        self.signal = StopSignal(self._say_stop)
         self.state = RunState()
         self.agreed = Agreed()
         self._agreement = Agreement()
         self._counts = 0
         self._started = time.perf_counter()
+
+    def _say_stop(self, number: int) -> None:
+        """Say at once what a signal does; the loop acts on it when the step is over."""
+        doing = self.screen.doing()
+        again = "; Ctrl-C again to stop now" if number == signal.SIGINT else ""
+        self.screen.ask(f"stopping after this step{f' ({doing})' if doing else ''}, then saving{again}")
 
     def open_tracker(self) -> None:
         """Rank 0: begin to write records, after those of the checkpoint that the run resumes from."""
@@ -144,6 +152,7 @@ class Standing:
         """Go on from the seconds that the state remembers."""
         self._started = time.perf_counter() - self.state.elapsed
         self.meters.restart_clock()
+        self.reporter.start()
         self.agreed = Agreed(elapsed=self.state.elapsed)
 
     def elapsed(self) -> float:

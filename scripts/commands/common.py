@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.console import Console
-from headstart.sigterm import StartupStop, terminable
+from headstart.heads.quiet import without_bars
+from headstart.sigterm import StartupStop, interruptible, terminable
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run
@@ -54,7 +55,9 @@ def open_run(
     from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
 
-    return Run(load_recipe(recipe, overrides or [], values), console, ahead=ahead)
+    with console.screen.hold():  # a person may be asked whether a recipe is trusted
+        loaded = load_recipe(recipe, overrides or [], values)
+    return Run(loaded, console, ahead=ahead)
 
 
 def split_recipe(arguments: list[str] | None) -> tuple[str | None, list[str]]:
@@ -126,12 +129,15 @@ def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
 
     console = Console(as_json)
     try:
-        with terminable(), console.stdout_guard():
+        with ExitStack() as inside:
+            inside.enter_context(terminable())
+            inside.enter_context(interruptible(console.screen.ask))
+            inside.enter_context(console.stdout_guard())
+            inside.enter_context(console.phase(f"headstart {alone}" if alone else "headstart", False, drawn=False))
             startup.over()
             if alone is not None:
-                from headstart.train.launching.rendezvous import refuse_ranks
-
-                refuse_ranks(alone)
+                _load_libraries(alone, console)
+                inside.enter_context(without_bars(("huggingface_hub", "transformers")))
             yield console
     except KeyboardInterrupt as stop:
         console.say("stopped; what was finished is kept, the same command continues")
@@ -145,6 +151,16 @@ def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
             said = {"type": type(mistake).__name__, "message": str(mistake)}
             console.result({"error": said, **(mistake.details or {})})
         raise typer.Exit(mistake.exit_code) from None
+
+
+def _load_libraries(command: str, console: Console) -> None:
+    """What takes seconds before a command can begin. Raises ConfigError where it runs as one of several ranks."""
+    with console.phase("loading libraries (PyTorch, transformers)", said=False):
+        from headstart.train.launching.rendezvous import refuse_ranks
+
+        refuse_ranks(command)
+        import headstart.pipeline.export
+        import headstart.pipeline.train  # noqa: F401
 
 
 def _explained(error: OSError) -> Exception:

@@ -136,7 +136,6 @@ def _of_server(
 ) -> Path:
     from headstart.directory_lock import locked
     from headstart.eval.servers.served import evaluate_server
-    from headstart.evaluation import counts_only
     from headstart.heads.errors import ConfigError
     from headstart.recipes.load import load_evaluation, to_dict
 
@@ -150,9 +149,9 @@ def _of_server(
     data_name, place = label_of(settings.eval), place_of(out)
     # without --out, the folder is named after the model, and only the server knows that name
     with locked(place, "--out") if place is not None else nullcontext():
-        with console.progress("eval", "prompts") as advance:
+        with console.progress("eval", "prompts", notes=True) as advance:
             key = os.environ.get("OPENAI_API_KEY")
-            report = evaluate_server(engine, url, settings.eval, model, key, info, counts_only(advance))
+            report = evaluate_server(engine, url, settings.eval, model, key, info, advance)
         shown = to_dict(settings)
         report.recipe = {"seed": shown["seed"], "eval": shown["eval"]}
         if place is not None:

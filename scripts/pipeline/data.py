@@ -43,9 +43,10 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
                 "the same arguments first"
             )
         target = run.either_target
-        run.prepared = data = prepare_data(
-            config, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks, _watched(run)
-        )
+        with run.console.phase("tokenising", said=False):
+            run.prepared = data = prepare_data(
+                config, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks, _watched(run)
+            )
         if recipe.data.duplicates is None and config.duplicates == "keep":
             say("data: this run began with duplicates kept and goes on so; data.duplicates=exact removes them")
         gathered = [line for each in (data.gathered, data.held_out_gathered) if each for line in each.lines()]

@@ -16,6 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,17 @@ class Markers:
     Args:
         say: receives one line for each step: that it is skipped, starts, continues or is done again.
         check: called once, before the first step that is not done; raises where a later step could not work.
+        during: what a step is done inside, by its name.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], check: Callable[[], None] | None = None):
-        self.run_dir, self.say, self._check = Path(run_dir), say, check
+    def __init__(
+        self,
+        run_dir: Path,
+        say: Callable[[str], None],
+        check: Callable[[], None] | None = None,
+        during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ):
+        self.run_dir, self.say, self._check, self._during = Path(run_dir), say, check, during
 
     def read(self, step: str) -> dict[str, Any]:
         """The step's marker, {} when there is none. Raises StorageError when it cannot be read."""
@@ -121,7 +129,8 @@ class Markers:
             return marker["result"]
         if self._check is not None:
             check, self._check = self._check, None
-            check()
+            with self._during("checking the recipe and the data"):
+                check()
         old = marker.get("inputs")
         goes_on = extends or marker.get("status") == "started"
         keeps = goes_on and isinstance(old, dict) and not any(changed(lasting(old), lasting(inputs)))
@@ -138,7 +147,8 @@ class Markers:
             begun = True
 
         try:
-            result = _through_json(work(begin))
+            with self._during(step):
+                result = _through_json(work(begin))
         except BaseException:
             if aside is not None and not (worth() if worth else any(path.exists() for path in made)):
                 self._put_back(step, aside, made, marker)

@@ -76,7 +76,7 @@ class Run:
     ):
         self.recipe, self.console, self.ahead = recipe, console, ahead
         self.dir = Path(recipe.run_dir)
-        self.markers = Markers(self.dir, console.say, self.check)
+        self.markers = Markers(self.dir, console.say, self.check, lambda step: console.phase(step, False, False))
         self.inputs = Inputs(recipe, self.markers)
         self.prepared: PreparedData | None = None
         self._target, self._device = target, device

@@ -99,7 +99,8 @@ def _train(
     source = features
     if source is None:
         source = feature_source(run, samples, "train", training, training.depth)
-    covered = _say_coverage(run, training, source)
+    with run.console.phase("looking at some training samples", said=False):
+        covered = _say_coverage(run, training, source)
     origin = {**provenance(target.device), "recipe": run.inputs.recipe_facts(), "target": target.fingerprint()}
     validator = _validator(run, data, training, accelerator)
     begin()
@@ -114,7 +115,7 @@ def _train(
         target.teacher,
         recipe.train,
         run.dir,
-        loop.Observers(validator, watch=watch, progress=not run.console.silent),
+        loop.Observers(validator, watch, not run.console.silent, run.console.screen),
         provenance=origin,
         accelerator=accelerator,
         chain=measured_chain(run, head),
@@ -127,7 +128,8 @@ def _train(
         # numbers alone: names of conversations are private
         origin["data"] = {name: n for name, n in data.report.as_dict().items() if isinstance(n, int | float)}
         origin["target"] = save_adapter_of(run)
-        save_head(head, run.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
+        with run.console.phase("saving the head", said=False):
+            save_head(head, run.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
     return {**values, "head": str(run.head_dir)}
 
 
@@ -150,7 +152,8 @@ def head_and_features(run: Run) -> tuple[Head, FeatureSource | None]:
     with torch.device("meta"):
         sketch = build_head(config, target.dims)
     if sketch.draft_vocab_size is not None:
-        ids, source = choose_vocabulary(run, config, sketch)
+        with run.console.phase("choosing the draft vocabulary", said=False):
+            ids, source = choose_vocabulary(run, config, sketch)
         draft_ids_U, config = torch.tensor(ids), config.with_vocabulary(len(ids))
     torch.manual_seed(run.recipe.seed)
     head = build_head(config, target.dims).to(target.device)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
-import torch
 from fake_runs import assert_same_weights, config, losses, records, run
-from train_fakes import FakeHead, FakeSource, make_documents, pairs_of, quiet, teacher
+from train_fakes import FakeHead, FakeSource, data_of, make_documents, pairs_of, quiet, teacher
 
 from headstart.heads.errors import TrainingError
-from headstart.train.loop import train
-from headstart.train.optim import Budget
-from headstart.train.standing import Standing
-from headstart.train.step import SumNames
-from headstart.train.stream import PackStream
-from headstart.train.tracking.meters import Meters
+from headstart.train.loop import Observers, train
+from headstart.train.tracking.screen import Screen
 
 
 def test_loss_falls_and_the_result_says_what_was_done(tmp_path):
@@ -72,14 +68,49 @@ def test_trains_in_a_thread_where_signals_cannot_be_handled(tmp_path):
     assert found[0].step == 2
 
 
-def test_progress_is_rank_0s_alone(tmp_path):
-    settings, stream = config(), PackStream([5, 6], 20, 0)
-    meters, budget = Meters(SumNames((), ()), torch.device("cpu")), Budget.of(settings, None)
-    shown = {
-        (rank, show): Standing(settings, tmp_path, stream, budget, meters, rank, 2, show).reporter._show
-        for rank in (0, 1) for show in (True, False)
-    }  # fmt: skip
+def test_progress_is_rank_0s_alone():
+    shown = {(rank, show): Observers(progress=show).screen_of(rank).show for rank in (0, 1) for show in (True, False)}
     assert shown == {(0, True): True, (0, False): False, (1, True): False, (1, False): False}
+    screen = Screen()
+    assert Observers(screen=screen).screen_of(0) is screen and not Observers(screen=screen).screen_of(1).show
+
+
+class Interrupting(FakeSource):
+    """Presses Ctrl-C `times` times in the seventh step, and takes a second for the rest of it.
+
+    Attributes: seen: what stderr had when the step went on.
+    """
+
+    def __init__(self, times, capsys):
+        super().__init__(make_documents())
+        self.times, self.capsys, self.seen = times, capsys, ""
+
+    def get(self, pack):
+        if len(self.asked) == 10:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)
+            self.seen = self.capsys.readouterr().err
+        return super().get(pack)
+
+
+def test_ctrl_c_says_at_once_what_happens_and_the_step_is_finished(tmp_path, capsys):
+    source = Interrupting(1, capsys)
+    result = train(FakeHead(), data_of(source), teacher(), config(prefetch=0), tmp_path, Observers())
+    assert (result.stopped, result.interrupted) == ("signal", True) and result.step < config().steps
+    assert "stopping after this step, then saving; Ctrl-C again to stop now\n" in source.seen
+    assert f"stopped by a signal at step {result.step}; the same command continues from" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_stops_now(tmp_path, capsys):
+    source = Interrupting(2, capsys)
+    before, began = signal.getsignal(signal.SIGINT), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train(FakeHead(), data_of(source), teacher(), config(prefetch=0), tmp_path, Observers())
+    assert time.monotonic() - began < 20 and signal.getsignal(signal.SIGINT) is before
+    assert len(source.asked) == 10  # the pack was not made
+    err = capsys.readouterr().err
+    assert err.count("Ctrl-C again to stop now") == 1 and "stopped by a signal at step" not in err
 
 
 def test_trackers_receive_every_number_of_a_record(tmp_path):

@@ -30,6 +30,16 @@ DIMS = HeadDims(
 )
 
 
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeHead(Head):
     """K linear heads with a bias on the last hidden state; cross-entropy to x_{t+1+d}. `noise` draws like EAGLE's."""
 

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl always, tensorboard or wandb if asked, a progress bar on stderr."""
+"""Where numbers go: metrics.jsonl always, tensorboard or wandb if asked, how far a run is on stderr."""
 
 from __future__ import annotations
 
@@ -9,36 +9,27 @@ import re
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.heads.errors import ConfigError, DiskFullError
 from headstart.heads.escape import plain
 from headstart.heads.files import explain_disk, unused, write_text
 from headstart.heads.published import published
 from headstart.train.config import TrainConfig
+from headstart.train.tracking.screen import Screen, rate_text
 
-#: values of a record that a terminal shows, and their short names there; a coverage of 1 is left out
-SHOWN = {
-    "train/loss": "loss",
-    "train/coverage": "coverage",
-    "train/walked_tau": "walked τ",
-    "valid/loss": "valid loss",
-    "valid/coverage": "valid coverage",
-    "valid/walked_tau": "valid walked τ",
-    "valid/tau": "decoded τ",
-    "lr": "lr",
-    "tokens_per_s": "tokens/s",
-    "mfu": "MFU",
-}
+#: said once, before the first numbers
+EXPLAINED = (
+    "train: loss is the weighted sum of the head's loss terms, which metrics.jsonl lists. The accepted length (τ) is "
+    "how many tokens a forward of the target gives, 1 without drafts: walked along given text, or decoded as in "
+    "serving. Coverage is the share of rows that can train"
+)
+#: accepted lengths of a record, and how each was measured
+LENGTHS = {"walked_tau": " walked", "tau": " decoded"}
 
 
 class Tracker(Protocol):
@@ -234,60 +225,63 @@ def open_tracker(
 
 
 class Reporter:
-    """Shows on stderr how far the run is: a bar on a terminal, a line per record in a log file.
+    """Shows how far the run is: a bar on a terminal, and elsewhere a line every few seconds. Validations are lines.
 
     Args:
-        show: False is silent.
         total, unit: what the run is measured by: steps, or seconds.
     """
 
-    def __init__(self, show: bool, total: float, unit: str, console: Console | None = None):
-        self._console = console or Console(stderr=True, highlight=False)
-        self._show, self._total, self._unit = show, total, unit
-        self._bar: Progress | None = None
-        self._started: tuple[float, float] | None = None
-        if show and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("train"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("train", total=total, note="")
-            self._bar.start()
+    def __init__(self, screen: Screen, total: float, unit: str):
+        self.screen = screen
+        self._bar = screen.new_bar("train", unit, total)
+        self._bar.idle = "this step for"
+        self._explained = False
+
+    def start(self) -> None:
+        """Show the bar, from the first step that this process makes."""
+        self.screen.begin(self._bar)
 
     def advance(self, done: float) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=min(done, self._total))
+        self._bar.update(min(done, self._bar.total or done))
+        if self._bar.told >= 0:  # the first line has the first record's numbers
+            self.screen.tell(self._bar)
 
     def record(self, step: int, values: dict[str, float], done: float) -> None:
-        told = {name: short for name, short in SHOWN.items() if name in values}
-        told = {name: short for name, short in told.items() if not (short.endswith("coverage") and values[name] == 1.0)}
-        note = "  ".join(f"{short} {values[name]:.4g}" for name, short in told.items())
-        if self._bar is not None:
-            self._bar.update(self._task, completed=min(done, self._total), note=note)
-        elif self._show:
-            line = f"train step {step}, {done:.0f} of {self._total:g} {self._unit}{self._time_left(done)}  {note}"
-            self._console.print(line, soft_wrap=True)
-        if self._started is None:
-            self._started = (time.monotonic(), done)
-
-    def _time_left(self, done: float) -> str:
-        """Time left at the pace since the first record; empty at the first record and at the last."""
-        since, first = self._started or (0.0, done)
-        if not first < done < self._total:
-            return ""
-        pace = (done - first) / max(time.monotonic() - since, 1e-9)
-        return f"  {timedelta(seconds=round((self._total - done) / pace))} left"
+        """Show the values of a record of metrics.jsonl."""
+        if not self._explained:
+            self._explained = True
+            self.screen.say(EXPLAINED)
+        done = min(done, self._bar.total or done)
+        held_out = [name for name in values if name.startswith("valid/")]
+        if held_out:
+            self.screen.say(f"train: held out at step {step}:  {shown(values, 'valid')}")
+            return
+        number = f"step {step}  " if self._bar.unit == "s" else ""
+        self._bar.update(done, note=f"{number}{shown(values, 'train')}")
+        self.screen.tell(self._bar)
 
     def say(self, message: str) -> None:
-        if self._show:
-            self._console.print(plain(message), soft_wrap=True, markup=False)
+        self.screen.say(message)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.screen.end(self._bar)
+
+
+def shown(values: dict[str, float], part: str) -> str:
+    """The values of a record that a person looks at. Args: part: "train" or "valid"."""
+    names = {name.removeprefix(f"{part}/"): value for name, value in values.items()}
+    parts = []
+    if "loss" in names:
+        terms = [f"{name.removeprefix('loss_')}: {value:.2f}" for name, value in names.items() if "loss_" in name]
+        parts.append(f"loss {names['loss']:.4g}" + (f" ({', '.join(terms)})" if terms else ""))
+    lengths = [f"{names[name]:.2f}{said if part == 'valid' else ''}" for name, said in LENGTHS.items() if name in names]
+    parts += [f"accepted length {', '.join(lengths)}"] if lengths else []
+    if "tokens_per_s" in names:
+        parts.append(f"{rate_text(names['tokens_per_s'])} tokens/s")
+    if "mfu" in names:
+        parts.append(f"MFU {names['mfu']:.0%}")
+    if names.get("coverage", 1.0) != 1.0:
+        parts.append(f"coverage {names['coverage']:.0%}")
+    if "lr" in names:
+        parts.append(f"lr {names['lr']:.2g}")
+    return "  ".join(parts)

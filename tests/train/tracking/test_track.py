@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from train_fakes import FakeClock
 
 from headstart.heads.errors import ConfigError, DiskFullError
 from headstart.heads.files import set_aside
 from headstart.train.checkpoints.resume import TRAINED
 from headstart.train.config import TrainConfig
 from headstart.train.tracking import track
+from headstart.train.tracking.screen import Screen
 from headstart.train.tracking.track import MetricLog, Reporter, RunTracker, TensorBoardTracker, open_tracker
 
 
@@ -169,28 +171,58 @@ def test_wandb_without_an_account_says_what_to_do(tmp_path, monkeypatch):
 def test_progress_shows_numbers_on_rank_0_only(terminal):
     for show in (True, False):
         out = io.StringIO()
-        reporter = Reporter(show, 10, "steps", Console(file=out, force_terminal=terminal, width=160))
-        reporter.advance(5)
-        reporter.record(5, {"train/loss": 1.25, "lr": 0.001}, 5)
-        reporter.record(6, {"train/loss": 1.25, "lr": 0.001}, 6)
+        console = Console(file=out, force_terminal=terminal, width=80, highlight=False)
+        reporter = Reporter(Screen(show, console), 10, "steps")
+        reporter.start()
+        for step in (5, 6, 10):
+            reporter.advance(step)
+            reporter.record(step, {"train/loss": 1.25, "lr": 0.001}, step)
         reporter.say("[a] note")
         reporter.close()
-        assert ("left" in out.getvalue()) is show  # the bar's time, or the line's
         assert ("loss 1.25" in out.getvalue()) is show
+        assert ("10 of 10 steps" in out.getvalue()) is show
         assert ("note" in out.getvalue()) is show
 
 
-def test_a_log_has_one_line_per_record_and_the_time_left_only_where_it_is_known():
-    """Also where a record is wider than the 80 columns of a log file."""
+VALUES = {"train/loss": 1.25, "train/acc_1": 0.4, "train/walked_tau": 1.5, "lr": 0.001, "tokens_per_s": 123.4}
+
+
+def test_a_log_has_a_line_every_few_seconds_and_the_time_left_where_it_is_known():
+    """Also where a record is wider than the 80 columns of a log file. Steps take 2 s."""
+    out, clock = io.StringIO(), FakeClock()
+    reporter = Reporter(Screen(True, Console(file=out, width=80), clock), 10, "steps")
+    for step in range(1, 11):
+        clock.now += 2.0
+        reporter.advance(step)
+        reporter.record(step, {**VALUES, "train/coverage": 0.5}, step)
+    explained, *lines = out.getvalue().splitlines()
+    assert "accepted length (τ) is" in explained and "weighted sum of the head's loss terms" in explained
+    numbers = "loss 1.25  accepted length 1.50  123 tokens/s  coverage 50%  lr 0.001"
+    assert lines == [
+        f"train: 1 of 10 steps  {numbers}",
+        f"train: 4 of 10 steps, 12 s left  {numbers}",
+        f"train: 7 of 10 steps, 6 s left  {numbers}",
+        f"train: 10 of 10 steps  {numbers}",
+    ]
+
+
+def test_a_limit_of_time_counts_seconds_and_names_the_step():
+    out, clock = io.StringIO(), FakeClock()
+    reporter = Reporter(Screen(True, Console(file=out, width=80), clock), 3600.0, "s")
+    reporter.advance(75.0)
+    reporter.record(12, VALUES, 75.0)
+    last = out.getvalue().splitlines()[-1]
+    assert last.startswith("train: 0:01:15 of 1:00:00, 0:58:45 left  step 12  loss 1.25  accepted length 1.50")
+
+
+def test_a_validation_shows_the_loss_by_term_and_how_the_accepted_length_was_measured():
     out = io.StringIO()
-    reporter = Reporter(True, 10, "steps", Console(file=out, width=80))
-    values = {"train/loss": 1.25, "train/coverage": 0.5, "train/walked_tau": 1.5, "lr": 0.001, "tokens_per_s": 123.4}
-    for step, done in ((5, 5), (6, 6), (10, 10), (10, 10)):
-        reporter.record(step, values, done)
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 4
-    assert all(line.endswith("loss 1.25  coverage 0.5  walked τ 1.5  lr 0.001  tokens/s 123.4") for line in lines)
-    assert [" left" in line for line in lines] == [False, True, False, False]
+    reporter = Reporter(Screen(True, Console(file=out, width=80)), 10, "steps")
+    values = {"loss": 7.694, "loss_1": 4.131, "loss_2": 4.454, "acc_1": 0.09, "walked_tau": 1.1, "tau": 1.0}
+    reporter.record(4, {f"valid/{name}": value for name, value in values.items()}, 4)
+    line = out.getvalue().splitlines()[-1]
+    shown = "loss 7.694 (1: 4.13, 2: 4.45)  accepted length 1.10 walked, 1.00 decoded"
+    assert line == f"train: held out at step 4:  {shown}"
 
 
 def test_a_log_that_cannot_be_closed_leaves_no_tracker_open(tmp_path, monkeypatch):

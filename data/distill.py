@@ -26,6 +26,7 @@ from headstart.data.config import DistillConfig
 from headstart.data.features import Progress, silent
 from headstart.data.media import dropped_for, dropped_lines
 from headstart.data.messages import Message
+from headstart.data.pieces import LEFT_OUT, WHAT_HELPS
 from headstart.data.prompts import Chats, Prompt
 from headstart.data.ranks import ALONE, Ranks
 from headstart.data.records import TokenTurn, unread_note
@@ -211,9 +212,14 @@ def _report(
     for name, cause in skipped.items():
         if name not in held:
             progress(0, len(jobs), f"skipped {name}: {cause}")
+    left_out = any(cause.startswith(LEFT_OUT) for cause in skipped.values())
+    helps = WHAT_HELPS.format("ask with", "ask") if left_out else ""
+    if helps:
+        progress(0, len(jobs), helps)
     if prompts and not jobs:
         name, cause = next(iter(skipped.items()))
-        raise DataError(f"distill: none of {len(prompts)} prompts can be answered; the first, {name}: {cause}")
+        first = f"none of {len(prompts)} prompts can be answered; the first, {name}: {cause}"
+        raise DataError(f"distill: {first}{'; ' * bool(helps)}{helps}")
 
 
 def _list_skipped(out: Path, skipped: dict[str, str], finished: Mapping[str, str | None]) -> None:

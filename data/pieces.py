@@ -19,6 +19,12 @@ from headstart.data.messages import Message
 from headstart.data.rendering import RefusedError, call_arguments
 from headstart.data.turns import Turn
 
+#: beginning of the reason for which a conversation or a prompt is refused, and what helps
+LEFT_OUT = "the chat template leaves out"
+WHAT_HELPS = (
+    "to {} what the chat template leaves out, give one that writes it (target.chat_template=FILE, served likewise); "
+    "to {} without, take it out of the records"
+)
 SPACE = re.compile(r"\s+")
 THOUGHT = re.compile(r"</?think>")
 #: what a message of a role is called in a reason
@@ -128,7 +134,7 @@ def _holds_value(text: _Text, value: Any) -> bool:
 
 def _left_out(what: str, piece: str) -> RefusedError:
     shown = SPACE.sub(" ", piece.strip())[:60]
-    return RefusedError(f"the chat template leaves out {what}", f" ({shown!r})")
+    return RefusedError(f"{LEFT_OUT} {what}", f" ({shown!r})")
 
 
 class _Text:

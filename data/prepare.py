@@ -14,6 +14,7 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.encoding import Encoder, encode_on_ranks
 from headstart.data.gather import Gathered, first_prompts
 from headstart.data.media import file_and_line
+from headstart.data.pieces import LEFT_OUT, WHAT_HELPS
 from headstart.data.ranks import ALONE, Ranks
 from headstart.data.records import Conversation, unread_note
 from headstart.data.rejects import Rejects
@@ -30,10 +31,7 @@ REMEDIES = {
         "prompts alone belong in data.distill.prompts: the target answers them; a field of another name that holds the "
         "answer is named in columns of the source, such as {prompt: question, response: answer}"
     ),
-    "the chat template leaves out": (
-        "to train on what the chat template leaves out, give one that writes it (target.chat_template=FILE, served "
-        "likewise); to train without, take it out of the records"
-    ),
+    LEFT_OUT: WHAT_HELPS.format("train on", "train"),
 }
 #: reason for dropping a conversation that the template wrote no answer of
 NOTHING = "no sample"

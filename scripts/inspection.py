@@ -119,14 +119,21 @@ def opened(console: Console, recipe: str, overrides: list[str], weights: bool) -
         run.require_one_process("--stats runs the target", "leave --stats out")
     else:
         run = Run(settings, console, weightless_target(dated_target(settings)))
-    if settings.data.distill.prompts and not run.distilled_path.is_file():
+    if not settings.data.distill.prompts:
+        return run
+    same = shlex.join(["headstart", "distill", recipe, *overrides])
+    if not run.distilled_path.is_file():
         if not settings.data.sources:
-            same = shlex.join(["headstart", "distill", recipe, *overrides])
             raise DataError(f"{run.distilled_path}: the prompts are not answered yet: run `{same}` first")
         console.say(
             f"the prompts are not answered yet ({run.distilled_path} is missing): this shows data.sources alone"
         )
-        run = run.without_prompts()
+        return run.without_prompts()
+    if not run.markers.is_done("distill", run.inputs.distill, [run.distilled_path]):
+        console.say(
+            f"WARNING: {run.distilled_path} was not finished, or with other settings: this shows the answers that it "
+            f"holds. `{same}` answers the prompts"
+        )
     return run
 
 

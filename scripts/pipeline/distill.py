@@ -7,6 +7,7 @@ from typing import Any
 from headstart.data import distill as distillation
 from headstart.data.answer_file import parts_of, skipped_of
 from headstart.data.answering import Answerer, OwnForward
+from headstart.data.prompts import Prompt
 from headstart.data.ranks import ALONE, Ranks, portable
 from headstart.data.rejects import Rejects
 from headstart.data.serving.answerer import ServerAnswerer
@@ -14,7 +15,7 @@ from headstart.data.serving.connect import connect
 from headstart.data.serving.found import unasked_of
 from headstart.data.sources import read_prompts
 from headstart.eval.decoding.generation import EngineAnswerer
-from headstart.heads.errors import TargetError
+from headstart.heads.errors import DataError, TargetError
 from headstart.heads.targets.target import Target
 from headstart.pipeline.inputs import kept
 from headstart.pipeline.markers import Begin, no_begin
@@ -37,18 +38,19 @@ def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
         if isinstance(told, Exception):
             raise told
         if told:
-            _answer(run, no_begin, ranks)
+            _answer(run, no_begin, ranks, _asked(run))
         return None
     path, begun = run.distilled_path, False
 
     def work(begin: Begin) -> dict[str, Any]:
         nonlocal begun
+        asked = _asked(run)  # a bad row is told before weights are loaded
         if run.recipe.data.distill.servers:  # they answer as many at once as they can: one process asks them
-            return _answer(run, begin, ALONE)
+            return _answer(run, begin, ALONE, asked)
         _check(run)
         begun = True
         ranks.gather(True)  # the others begin too
-        return _answer(run, begin, ranks)
+        return _answer(run, begin, ranks, asked)
 
     try:
         result = run.markers.do(
@@ -100,13 +102,19 @@ def _through_servers(run: Run) -> tuple[Target, Answerer]:
     return target, ServerAnswerer(target, config, servers, lambda line: run.console.say(f"distill: {line}"))
 
 
-def _answer(run: Run, begin: Begin, ranks: Ranks) -> dict[str, Any]:
-    data, rejects = run.recipe.data, Rejects()
-    told: list[str] = []
-    prompts = read_prompts(data.distill.prompts, rejects=rejects, seed=run.recipe.seed, say=told.append)
+def _asked(run: Run) -> tuple[list[Prompt], Rejects]:
+    """The prompts, and rows that are none. Says what is left out."""
+    rejects, told = Rejects(), list[str]()
+    prompts = read_prompts(run.recipe.data.distill.prompts, rejects=rejects, seed=run.recipe.seed, say=told.append)
     for line in (*rejects.lines(), *told):
         run.console.say(f"distill: {line}")
-    # after the prompts: a bad row is told before weights are loaded
+    if not prompts:
+        raise DataError("data.distill.prompts: found no prompts, expected at least one: check the path of each source")
+    return prompts, rejects
+
+
+def _answer(run: Run, begin: Begin, ranks: Ranks, asked: tuple[list[Prompt], Rejects]) -> dict[str, Any]:
+    data, (prompts, rejects) = run.recipe.data, asked
     target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
     done = total = 0
     if ranks.rank == 0:

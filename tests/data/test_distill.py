@@ -245,6 +245,23 @@ def test_bad_prompts_are_reported_and_the_rest_answered(target, prompts, tmp_pat
         distill(target, [long], DistillConfig(max_new_tokens=4), tmp_path / "n.jsonl")
 
 
+def test_what_helps_where_the_template_leaves_out_tools(target, prompts, tmp_path):
+    tools = ({"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": {}}},)
+    config, lines, said = DistillConfig(max_new_tokens=4), [], [Prompt.ask("tools", "Hi", tools=tools)]
+    helps = "to ask with what the chat template leaves out, give one that writes it (target.chat_template=FILE"
+
+    def progress(done, total, line):
+        lines.append(line)
+
+    distill(target, [*said, prompts[0]], config, tmp_path / "a.jsonl", progress=progress)
+    assert sum(line.startswith(helps) for line in lines) == 1
+    with pytest.raises(DataError, match="first, tools: the chat template leaves out the tools .*; to ask with what"):
+        distill(target, said, config, tmp_path / "b.jsonl")
+    lines.clear()
+    distill(target, prompts[:1], config, tmp_path / "c.jsonl", progress=progress)
+    assert not any(helps in line for line in lines)
+
+
 def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
     prompt = Prompt.ask("grows", "Hi", " ".join(["one"] * 200))
     path = distill(target, [prompt], DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl")

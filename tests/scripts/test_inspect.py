@@ -302,3 +302,17 @@ def test_a_narrow_terminal_loses_nothing(recipe: Path) -> None:
 def test_terminals_without_such_brackets_get_others(headstart: Callable, recipe: Path) -> None:
     assert signs_for("utf-8") == signs_for(None) == Signs() and signs_for("ascii") == signs_for("latin-1") == ASCII
     assert ASCII.around("drafted", "x") == "[[x]]" and ASCII.around("prompt", "x") == "x" and ASCII.number(3) == "^3"
+
+
+def test_answers_that_are_not_those_of_the_recipe_are_told(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    assert headstart("distill", recipe).code == 0
+    told = "this shows the answers that it holds. `headstart distill"
+    fresh = headstart("inspect", recipe, "-n", "0")
+    assert fresh.code == 0 and "WARNING: /" not in fresh.err and told not in fresh.err
+    one = f"data.distill.prompts=[{{path: {tmp_path}/prompts.jsonl, limit: 1}}]"
+    for change in ("data.distill.max_new_tokens=4", one):
+        other = headstart("inspect", recipe, change, "-n", "0")
+        assert other.code == 0 and told in other.err and change.split("=")[0] in other.err
+    (marker,) = tmp_path.glob("run/**/distill.json")
+    marker.write_text(marker.read_text().replace('"done"', '"begun"'))  # killed meanwhile
+    assert told in headstart("inspect", recipe, "-n", "0").err

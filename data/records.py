@@ -147,7 +147,8 @@ def parse_record(
     """
     if not isinstance(record, dict):
         expected = ", ".join([*LAYOUTS.values(), "prompt_token_ids"])
-        raise DataError(f"{where}: found {kind(record)}, expected a JSON object with one of {expected}")
+        remedy = ": a file that holds one list is named .json" if isinstance(record, list) else ""
+        raise DataError(f"{where}: found {kind(record)}, expected a JSON object with one of {expected}{remedy}")
     layout = _layout(record, where) if layout == "auto" else layout
     if layout in REQUEST:
         record, raw = read_request(record, layout, where)

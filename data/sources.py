@@ -302,6 +302,8 @@ def _json_list(path: Path, bad: Bad) -> Iterator[tuple[int, Any]]:
                 yield from _valid_records(path, stream_list(file, str(path), MAX_LINE), bad)
             return
     text = _decode(raw, str(path))
+    if not text.strip():
+        return
     value = parse_json(text, str(path), "; one record per line belongs in .jsonl", lines=True)
     if not isinstance(value, list):
         raise DataError(

@@ -122,6 +122,11 @@ class Split:
                 "all conversations begin with the same prompt, so none is held out: set data.held_out to files of "
                 "other conversations"
             )
+        if self.given and not found:
+            return (
+                "nothing is held out, because data.held_out gives no conversation that can be used: correct it, or "
+                "leave it empty to split off data.held_out_fraction"
+            )
         what = f"{found} different held-out prompts, fewer than {FEWEST_HELD_OUT}: numbers on them vary by chance"
         if self.given:
             return f"{what}; add conversations to data.held_out"

@@ -157,6 +157,12 @@ def test_bad_files(tmp_path):
     (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(DataError, match=r"lines.json:2: not valid JSON .*belongs in .jsonl"):
         load(tmp_path / "lines.json")
+    (tmp_path / "list.jsonl").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
+    with pytest.raises(DataError, match=r"list.jsonl:1: found a list, .*: a file that holds one list is named .json"):
+        load(tmp_path / "list.jsonl")
+    for name in ("none.json", "none.jsonl", "none.csv", "none.txt"):
+        (tmp_path / name).write_text("\n")
+        assert load(tmp_path / name) == []
     with pytest.raises(DataError, match=r"missing.jsonl: no such file, expected a .jsonl"):
         load(tmp_path / "missing.jsonl")
     (tmp_path / "empty").mkdir()

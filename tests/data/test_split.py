@@ -14,7 +14,7 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.records import parse_record
 from headstart.data.samples import COPIED, Sample
-from headstart.data.split import SHORTEST_COPY, prompt_key, split_held_out, without_copies
+from headstart.data.split import SHORTEST_COPY, given_held_out, prompt_key, split_held_out, without_copies
 from headstart.heads.errors import ConfigError, DataError
 
 STOP = 2
@@ -261,3 +261,11 @@ def test_nothing_left_to_train_on_is_refused(tmp_path: Path):
     held = write(tmp_path / "held.jsonl", [record("h1", "First?", LONG)])
     with pytest.raises(DataError, match=r"all 1 samples to train on repeat held-out text \(r0\)"):
         prepared(tmp_path, [record("r0", "Other?", LONG)], held_out=[held])
+
+
+def test_held_out_files_that_give_nothing_are_told():
+    split = given_held_out([], [])
+    assert split.lines() == [
+        "WARNING: nothing is held out, because data.held_out gives no conversation that can be used: correct it, or "
+        "leave it empty to split off data.held_out_fraction"
+    ]

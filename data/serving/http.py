@@ -322,4 +322,4 @@ def model_entry(client: Connection, wanted: str | None) -> dict[str, Any]:
     for entry in data:
         if wanted in (entry["id"], entry.get("root")):
             return entry
-    raise ServerError(f"{client.url}: does not serve {wanted!r}; it serves {names}")
+    raise ServerError(f"{client.url}: does not serve {wanted!r}; it serves {names}: correct {client.named.model}")

@@ -30,7 +30,8 @@ def test_another_model_is_refused_and_a_name_for_it_is_believed(state, ask):
     with serving(one) as servers:
         assert len(ask(servers, prompts_of(2), server={"model": "alias"})) == 2
     assert one.asked[0][1]["model"] == "alias"
-    refused(ask, state(), "does not serve 'alias'; it serves tiny", ServerError, server={"model": "alias"})
+    told = r"does not serve 'alias'; it serves tiny: correct data.distill.servers\[0\].model"
+    refused(ask, state(), told, ServerError, server={"model": "alias"})
 
 
 @pytest.mark.parametrize("name", ["tiny", "org/Tiny", "/models/tiny/"])

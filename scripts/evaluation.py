@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headstart.console import Console
+from headstart.data.own_choice import ENOUGH_TOKENS
 from headstart.eval.config import EvalConfig
 from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.report import Report
+from headstart.eval.measuring.verdict import RECORDS, Training, verdict_of_report
 from headstart.eval.prompts import eval_sources
 from headstart.heads.base import Head
+from headstart.heads.errors import DataError
+from headstart.heads.files import read_json
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.published_names import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
@@ -53,14 +59,35 @@ def measure(
         )
     chains = config.tree.kind == "chain" and config.tree.depth > 1 and not config.scheduler
     if shorter_chains and chains and report.baseline_tokens_per_s:
-        report.notes.append(_compare_shorter_chains(report, target, head, config, console))
+        report.chain_speedups = _time_shorter_chains(report, target, head, config, console)
+        report.notes.append(_compared_chains(report.chain_speedups))
+    report.verdict = verdict_of_report(report.to_json(), training_of(place)).to_json()
     return report
 
 
-def _compare_shorter_chains(
+def training_of(head: Path | None) -> Training:
+    """What the run that made a head recorded of its training; nothing where the head does not lie in a run."""
+    run = head.resolve().parent if head is not None else None
+    if run is None or not (run / "steps").is_dir():
+        return Training()
+    walked: dict[str, list[float]] = {"valid/walked_tau": [], "train/walked_tau": []}
+    with suppress(OSError, DataError, ValueError, TypeError):  # it is advice: a damaged file gives none
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            for name, values in walked.items():
+                values += [float(record[name])] if record.get(name) is not None else []
+    share = None
+    with suppress(OSError, DataError, KeyError, TypeError, ValueError):
+        own = read_json(run / "data" / "report.json")["statistics"]["own_choice"]
+        share = float(own["share"]) if own["tokens"] >= ENOUGH_TOKENS else None
+    held_out = len(walked["valid/walked_tau"]) >= RECORDS
+    return Training(walked["valid/walked_tau" if held_out else "train/walked_tau"], held_out, share)
+
+
+def _time_shorter_chains(
     report: Report, target: Target, head: Head | None, config: EvalConfig, console: Console
-) -> str:
-    """Time every shorter chain; returns a note with the speed-up of each and the fastest."""
+) -> dict[str, float]:
+    """Time every shorter chain. Returns: length → speed-up, of all lengths up to the evaluated one."""
     rates, baseline = {config.tree.depth: report.tokens_per_s or 0.0}, report.baseline_tokens_per_s or 0.0
     once = replace(
         config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False, cycle_parts=False
@@ -69,9 +96,14 @@ def _compare_shorter_chains(
         shorter = replace(once, tree=replace(config.tree, depth=depth))
         with console.progress(f"eval (chain of {depth})", "prompts", notes=True) as advance:
             rates[depth] = evaluate(target, head, shorter, progress=advance).tokens_per_s or 0.0
-    best = max(rates, key=lambda depth: rates[depth])
-    listed = ", ".join(f"{depth}: {rate / baseline:.2f}×" for depth, rate in sorted(rates.items()))
-    fastest = f"a chain of {best}" if rates[best] > baseline else "plain decoding"
+    return {str(depth): rate / baseline for depth, rate in sorted(rates.items())}
+
+
+def _compared_chains(speedups: dict[str, float]) -> str:
+    """A note with the speed-up of each length and the fastest."""
+    best = max(speedups, key=lambda depth: speedups[depth])
+    listed = ", ".join(f"{depth}: {speedup:.2f}×" for depth, speedup in speedups.items())
+    fastest = f"a chain of {best}" if speedups[best] > 1 else "plain decoding"
     return f"speed-up by chain length here: {listed}; fastest: {fastest}"
 
 

@@ -12,7 +12,7 @@ from headstart.console import Console
 from headstart.heads.errors import ConfigError
 from headstart.heads.formats import ExportConfig, export_head
 from headstart.heads.formats.engines import FORMATS
-from headstart.heads.formats.launch import commented, launch_commands, why_tokens
+from headstart.heads.formats.launch import commented, launch_commands, why_doubt, why_tokens
 from headstart.heads.formats.sidecar import ADDED, SIDECAR, notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
@@ -47,6 +47,7 @@ def write_exports(
     texts: list[list[int]] | None = None,
     begin: Callable[[], None] = lambda: None,
     exported_from: str | None = None,
+    measured: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export the head in `directory` for the engines of `config`, once serving sees what training saw.
 
@@ -56,6 +57,7 @@ def write_exports(
         texts: token ids to compare serving and training on; where there are none, random ones are taken.
         begin: called when nothing can be refused any more, before anything is written.
         exported_from: what the user calls a head that no run here has made.
+        measured: whether drafting with this head pays (`measured_by`); None: what the head's headstart.json says.
     Returns: `exports` (engine → directory) and `checks` (engine → report).
     Raises: TargetError where serving would see other features, unless `config.force`; and where the adapter cost the
         target more than the recipe allows, or that was not measured (see require_quality).
@@ -70,11 +72,23 @@ def write_exports(
     origin: dict[str, Any] = {"exported_from": exported_from} if exported_from is not None else {}
     origin |= {**(side.get("provenance") or {}), **provenance(target.device), "recipe": recipe}
     origin |= {"target": {**target.fingerprint(), **tuned.facts()}, "serving_parity": parity.to_json()}
-    origin |= {name: side.get(name) for name in ADDED}
+    origin |= {name: side.get(name) for name in ADDED} | ({} if measured is None else {"measured": measured})
     begin()
     tuned.write(console.say)
     reports = export_head(head, out, config, published(origin, environment))
     return report_exports(reports, console, out)
+
+
+def measured_by(report: dict[str, Any]) -> dict[str, Any] | None:
+    """What headstart.json says about a head's evaluation. None where the report has no verdict on this head.
+
+    Args: report: report.json.
+    """
+    verdict, on_cpu = report.get("verdict"), report.get("device_type") == "cpu"
+    if verdict is None or report.get("synthetic") is not None or (verdict["speedup"] is None and not on_cpu):
+        return None
+    kept = {name: verdict[name] for name in ("pays", "tokens", "speedup", "speedup_ci95", "batch_size")}
+    return {**kept, "device": report["device"], "on_cpu": on_cpu}
 
 
 def report_exports(reports: dict[str, Any], console: Console, root: Path) -> dict[str, Any]:
@@ -86,8 +100,9 @@ def report_exports(reports: dict[str, Any], console: Console, root: Path) -> dic
         console.say(report.render())
         side = notes(Path(report.directory))
         commands = launch_commands(str(report.directory), side, report.served, str(root)) if side else {}
+        doubt = why_doubt(side) if commands else None
         for engine, command in commands.items():
-            console.say(f"{FORMATS[engine].title}:\n{commented(engine, side['type'], command)}")
+            console.say(f"{FORMATS[engine].title}:\n{commented(engine, side['type'], command, doubt)}")
         if commands and (why := why_tokens(side)):
             console.say(why)
     return {

@@ -80,6 +80,8 @@ def evaluate(
         drafter=drafter.name if drafter is not None else "plain",
         dtype=dtype,
         device=device_name(target.device),
+        device_type=target.device.type,
+        cut=measured.cut,
         tree={**asdict(config.tree), "label": _label(config, drafter)},
         recipe=recipe or {},
         notes=[*_notes(target, measured), *dropped_lines(prompts.dropped, places_too=False)],
@@ -157,6 +159,7 @@ class _Measurement:
         sweeps: over batch sizes and context lengths.
         cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
         rule: the rule that accepted drafts (`verify.rule_of`), or None.
+        cut: answers that were decoded, and those that `eval.max_new_tokens` cut.
         scheduler: of all runs that draft; `budget` is the same where `eval.scheduler` is on, else None.
         cost: of a plain cycle, where the target decodes slower than it could (breakdown.plain_cycle), or None.
         ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
@@ -184,6 +187,7 @@ class _Measurement:
         self.cycle: dict[str, float] | None = None
         self.cost: dict[str, float] | None = None
         self.rule: str | None = None
+        self.cut = {"answers": 0, "cut": 0}
         asked = config.scheduler and drafter is not None
         self.budget: Budget | None = budget_for(drafter, config.tree) if asked and drafter is not None else None
         self.scheduler: Scheduler = self.budget or KEEP_ALL
@@ -208,6 +212,7 @@ class _Measurement:
             base = decoder.run(contexts, None, limits, seed, rows=rows) if self.plain else None
             spec = self._speculative(contexts, limits, seed) if drafter is not None else None
             _add(self.tasks[asked.task], batch, base, spec)
+            self._count_cut((spec or base).answers)  # type: ignore[union-attr]
             if spec is not None:
                 self.rule = spec.rule or self.rule
             if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
@@ -228,6 +233,11 @@ class _Measurement:
             with suppress(Exception):  # this explains the measurement, and must not lose it
                 self.cost = plain_cycle(decoder, self.first[: config.batch_size])
         self.conversations.finish()
+
+    def _count_cut(self, answers: list[Answer]) -> None:
+        limit = self.config.max_new_tokens
+        self.cut["answers"] += len(answers)
+        self.cut["cut"] += sum(a.finish_reason == "length" and len(a.tokens) >= limit for a in answers)
 
     def _warm_up(self, contexts: list[list[int]]) -> None:
         tokens = self.config.warmup_tokens

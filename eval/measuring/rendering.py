@@ -12,6 +12,7 @@ from rich.text import Text
 
 from headstart.eval.measuring.fitted import Fitted
 from headstart.eval.measuring.report import Numbers, Report, Section
+from headstart.eval.measuring.verdict import markdown_of
 from headstart.heads.errors import HeadstartError
 from headstart.heads.escape import code, markdown, plain, table
 from headstart.heads.files import write_text
@@ -91,9 +92,11 @@ def _title(report: Report) -> str:
     acceptance = "lossless" if report.flag is None else TITLES[report.flag]
     if report.verification in LOSSLESS_RULES:
         acceptance += f" ({report.verification} verification)"
+    cut = report.cut or {"cut": 0}
+    limit = f" · {cut['cut']} of {cut['answers']} answers cut at {report.max_new_tokens} tokens" if cut["cut"] else ""
     return (
         f"{report.drafter} on {report.target['name']} · {report.tree['label']} · temperature {report.temperature:g} · "
-        f"{acceptance} · {report.dtype} · batch {report.batch_size} · {report.device}"
+        f"{acceptance} · {report.dtype} · batch {report.batch_size} · {report.device}{limit}"
     )
 
 
@@ -217,7 +220,8 @@ def remarks(report: Report) -> list[str]:
 
 def render_markdown(report: Report) -> str:
     heading = markdown(f"{report.drafter} on {report.target['name']}")
-    lines = [f"# {heading}", "", markdown(_title(report)), ""]
+    verdict = [] if report.verdict is None else markdown_of(report.verdict, markdown)
+    lines = [f"# {heading}", "", *verdict, markdown(_title(report)), ""]
     lines += table(_columns(report), [_cells(name, section, _by_row(report)) for name, section in _sections(report)])
     lines += ["", f"{TAU_NOTE}.", ""]
     lines += [f"Acceptance given all earlier positions: {rates_text(report.per_position_conditional)}.", ""]

@@ -104,6 +104,14 @@ class Report(Numbers):
     engine_cost: dict[str, float] | None = None
     #: HF generate at batch 1, where asked for; its label stands beside it
     generate: dict[str, Any] | None = None
+    #: "cuda", "cpu", …; None: a server, or a report from before verdicts
+    device_type: str | None = None
+    #: answers that were decoded, and those that ended at `max_new_tokens`: {"answers", "cut"}; None in a server
+    cut: dict[str, int] | None = None
+    #: length of the chain → speed-up by the clock, where shorter chains were timed as well
+    chain_speedups: dict[str, float] | None = None
+    #: whether drafting pays (`Verdict.to_json`), or None in a report from before verdicts
+    verdict: dict[str, Any] | None = None
     #: command line of the process that measured this
     command: str | None = None
     schema: int = SCHEMA

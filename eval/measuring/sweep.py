@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from headstart.eval.config import EvalConfig
-from headstart.eval.decoding.decode import QUEUED
+from headstart.eval.decoding.decode import QUEUED, Cycle
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.drafters import Drafter
-from headstart.eval.measuring.metrics import Timed, acceptance, speedup
+from headstart.eval.measuring.metrics import Timed, acceptance, bootstrap_tau, speedup
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
 
@@ -123,7 +123,7 @@ def measure_point(
     """Decode the same rows plainly and speculatively: at least `eval.sweep_prompts` of them, `batch` at a time.
 
     `speedup` is by the clock, places that stay empty included. `row_speedup` is by the time that rows spent decoding,
-    as on a server where no place is ever empty.
+    as on a server where no place is ever empty. `tau_ci95` is over distinct contexts drawn with replacement.
 
     Args: scheduler: of the drafts.
     """
@@ -151,6 +151,10 @@ def measure_point(
         point[f"{name}_active_rows"] = timed.active_rows
         if way is not None:
             point["tau"] = acceptance(joined.from_iterable(answer.cycles for answer in answers)).tau
+            by_context: dict[tuple[int, ...], list[Cycle]] = {}
+            for context, answer in zip(joined.from_iterable(batches), answers, strict=True):
+                by_context.setdefault(tuple(context), []).extend(answer.cycles)  # a repeated one tells nothing new
+            point["tau_ci95"] = bootstrap_tau(list(by_context.values()), config.seed)
     for key, measured in (("speedup", rates), ("row_speedup", row_rates)):
         point[key] = speedup(measured.get("speculative"), measured["baseline"])
     return point

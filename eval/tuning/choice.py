@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from headstart.eval.config import TreeConfig, tree_label
+from headstart.eval.measuring.verdict import verdict_of_tuning
 from headstart.eval.tuning.costs import Costs, drafting_of, node_count
 from headstart.eval.tuning.served import step_rates
 from headstart.heads.formats.calibration import Calibration
@@ -272,11 +273,20 @@ class Tuning:
     notes: list[str] = field(default_factory=list)
     #: of the longest chain; None where there is none (`notes` say why)
     calibration: Calibration | None = None
+    device_type: str | None = None
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        """Whether drafting pays: `Verdict.to_json`."""
+        return verdict_of_tuning(self._facts()).to_json()
+
+    def _facts(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
+        return {**values, "choices": [choice.to_json() for choice in self.choices]}
 
     def to_json(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
         return {
-            **values, "choices": [choice.to_json() for choice in self.choices], "command": command_line(),
+            **self._facts(), "verdict": self.verdict, "command": command_line(),
             "calibration": None if self.calibration is None else self.calibration.to_json(),
             "versions": versions(), "git_revision": git_revision(),
         }  # fmt: skip

@@ -112,6 +112,7 @@ def tune(
         target=target.fingerprint(),
         data=data,
         device=device_name(target.device),
+        device_type=target.device.type,
         dtype=str(target.dtype).removeprefix("torch."),
         temperature=float(config.temperature),
         context=mean_length(halfway),

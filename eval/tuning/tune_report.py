@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.eval.measuring.rendering import number
+from headstart.eval.measuring.verdict import markdown_of
 from headstart.eval.tuning.choice import AGREEMENT, Choice, Tuning, overrides, tree_name
 from headstart.eval.tuning.costs import node_count
 from headstart.heads.escape import code, line, markdown, table
@@ -156,7 +157,7 @@ def tuning_text(tuning: Tuning) -> str:
 def tuning_markdown(tuning: Tuning) -> str:
     """The text of tune.md, without its plot."""
     heading = markdown(f"Tuning of {tuning.drafter} on {tuning.target['name']}")
-    lines = [f"# {heading}", "", markdown(_title(tuning)), ""]
+    lines = [f"# {heading}", "", *markdown_of(tuning.verdict, markdown), markdown(_title(tuning)), ""]
     lines += [*table(COLUMNS, [_cells(choice) for choice in tuning.choices]), ""]
     lines += [f"- {remark}" for remark in _remarks(tuning, markdown, code)]
     lines += [f"- data: {markdown(tuning.data['path'])}, {tuning.prompts} prompts", ""]

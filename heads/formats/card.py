@@ -19,7 +19,7 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.formats.beside import NAMES
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import LOSSLESS_RULES, MEANINGS, flag_of
-from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
+from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_doubt, why_tokens
 from headstart.heads.formats.sidecar import SIDECAR, family_config, hub_name
 from headstart.heads.formats.tuned_card import tuned_target_section
 from headstart.heads.published import published
@@ -132,8 +132,9 @@ def _results(report: dict[str, Any] | None) -> str:
 def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base, folder = hub_name(target) or "TARGET", repo_id.split("/")[-1]
     commands = launch_commands(repo_id, side, engines, folder, folder)
+    doubt = why_doubt(side)
     shown = [
-        f"{FORMATS[engine].title}:\n\n{fenced(commented(engine, side['type'], command), 'bash')}"
+        f"{FORMATS[engine].title}:\n\n{fenced(commented(engine, side['type'], command, doubt), 'bash')}"
         for engine, command in commands.items()
     ]
     if any(f"{folder}/{ADAPTER}" in command for command in commands.values()):

@@ -76,11 +76,54 @@ def tuned_chain(side: dict[str, Any]) -> TunedBatch | None:
     return min(paying, key=lambda choice: (choice.batch, -choice.measured), default=None)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What `headstart eval` measured before the export.
+
+    Attributes:
+        pays: whether drafting pays at `batch`; None: it cannot be told.
+        tokens: length of the fastest chain on `device`; None where none was measured that gains.
+        speedup: of what was evaluated, with its 95 % interval; None where there is none.
+        on_cpu: measured on a CPU, which says nothing about a card that serves.
+    """
+
+    device: str
+    pays: bool | None
+    tokens: int | None
+    speedup: float | None
+    interval: tuple[float, float] | None
+    batch: int | None
+    on_cpu: bool
+
+
+def measured_of(side: dict[str, Any]) -> Measured | None:
+    """The evaluation that headstart.json tells of; None where it tells of none, or of a malformed one."""
+    found = side.get("measured")
+    if not isinstance(found, dict):
+        return None
+    try:
+        pays, tokens, speedup, interval, batch = (
+            found[name] for name in ("pays", "tokens", "speedup", "speedup_ci95", "batch_size")
+        )
+        if pays not in (True, False, None) or not (tokens is None or 1 <= int(tokens) <= MOST_TOKENS):
+            return None
+        ends = None if interval is None else (float(interval[0]), float(interval[1]))
+        return Measured(
+            str(found["device"]), pays, None if tokens is None else int(tokens),
+            None if speedup is None else float(speedup), ends, None if batch is None else int(batch),
+            bool(found["on_cpu"]),
+        )  # fmt: skip
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
+
+
 def drafted_tokens(side: dict[str, Any]) -> int:
-    """Tokens that a launch command asks for: the tuned number, or the usual one; at most what the family drafts."""
-    choice = tuned_chain(side)
+    """Tokens that a launch command asks for: the tuned number, the measured one, or the usual one; at most what the
+    family drafts."""
+    choice, measured = tuned_chain(side), measured_of(side)
     depth = int(side["config"].get("depth") or 3)
-    return FAMILIES[side["type"]].files.drafted_tokens(depth, None if choice is None else choice.chain)
+    tokens = choice.chain if choice is not None else measured.tokens if measured is not None else None
+    return FAMILIES[side["type"]].files.drafted_tokens(depth, tokens)
 
 
 @dataclass(frozen=True)

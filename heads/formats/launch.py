@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headstart.heads.escape import table
+from headstart.heads.escape import line, table
 from headstart.heads.formats.calibration import calibration_of
-from headstart.heads.formats.choices import drafted_tokens, tables_of, tuned_batches, tuned_chain
+from headstart.heads.formats.choices import drafted_tokens, measured_of, tables_of, tuned_batches, tuned_chain
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.format import Launch
 from headstart.heads.formats.sidecar import served_name
@@ -40,7 +40,35 @@ def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
         return said + _by_load(side, chosen.device, text)
     if tuned_batches(side):
         return "`headstart tune` found no batch size at which drafting pays: measure before you deploy it."
+    measured = measured_of(side)
+    if measured is not None and measured.tokens is not None:
+        where = f"at batch {measured.batch} on {text(measured.device)} (`headstart eval`)"
+        if tokens == measured.tokens:
+            return f"{tokens} drafted tokens: the fastest chain that was measured {where}."
+        best = f"{where} a chain of {measured.tokens} was the fastest"
+        return f"{tokens} drafted tokens, as engines draft with this head; {best}."
     return ""
+
+
+def why_doubt(side: dict[str, Any]) -> str | None:
+    """What a launch command must not hide: that drafting with this head was measured and no gain was found.
+
+    What `headstart tune` measured goes before what `headstart eval` did. None where it pays or nobody measured it.
+    """
+    tuned, measured = tuned_batches(side), measured_of(side)
+    if tuned:
+        lost = not any(choice.speculate for choice in tuned)
+        return "headstart tune found no batch size at which drafting pays" if lost else None
+    if measured is None or measured.pays:
+        return None
+    if measured.on_cpu:
+        nothing = "no draft was accepted: drafting cannot pay"
+        return nothing if measured.pays is False else "measured on a CPU only: measure it on the card that serves"
+    found = "" if measured.speedup is None else f": {measured.speedup:.2f}×"
+    if measured.interval is not None:
+        found += " (95 %: {:.2f}–{:.2f})".format(*measured.interval)
+    where = f"on {line(measured.device)} at batch {measured.batch}{found}"
+    return f"drafting does not pay {where}" if measured.pays is False else f"it cannot be told whether it pays {where}"
 
 
 def _by_load(side: dict[str, Any], device: str, text: Callable[[str], str]) -> str:
@@ -123,8 +151,8 @@ def launch_commands(
     return {key: command for key, command in commands.items() if command is not None}
 
 
-def commented(engine: str, family: str, command: str) -> str:
-    """A launch command below comments: the engine's releases that serve the family, where not all do, and what to add
-    for sampling."""
-    comments = (FORMATS[engine].versions_of(family), FORMATS[engine].sampled(family))
+def commented(engine: str, family: str, command: str, doubt: str | None = None) -> str:
+    """A launch command below comments: `why_doubt`, the engine's releases that serve the family, where not all do, and
+    what to add for sampling."""
+    comments = (doubt, FORMATS[engine].versions_of(family), FORMATS[engine].sampled(family))
     return "\n".join([*(f"# {comment}" for comment in comments if comment is not None), command])

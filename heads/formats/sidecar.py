@@ -40,7 +40,7 @@ KINDS: dict[str, type] = {
     "calibration": dict,
 }
 #: fields that are added to a saved head later, and do not change it
-ADDED = ("tuned", "quality", "calibration")
+ADDED = ("tuned", "quality", "calibration", "measured")
 #: most items of a list, or characters of a text, in the head's settings
 MAX_ITEMS = 64
 

@@ -181,3 +181,11 @@ def _explained(error: OSError) -> Exception:
         return explained
     except OSError as same:
         return same
+
+
+def say_verdict(verdict: dict[str, Any] | None, console: Console) -> None:
+    """End a command with the verdict, which a report from before verdicts has not."""
+    from headstart.eval.measuring.verdict import lines_of
+
+    if verdict is not None:
+        console.result(None, lambda: "\n" + "\n".join(lines_of(verdict)))

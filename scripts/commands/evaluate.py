@@ -72,6 +72,7 @@ def command(
         console.result(value, lambda: render_tables(report))
         if not json:
             console.result(None, f"report: {directory / 'report.md'} (and report.json)")
+            common.say_verdict(report.verdict, console)
 
 
 def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, console: Console) -> Path:
@@ -135,6 +136,7 @@ def _of_server(
     console: Console,
 ) -> Path:
     from headstart.directory_lock import locked
+    from headstart.eval.measuring.verdict import verdict_of_report
     from headstart.eval.servers.served import evaluate_server
     from headstart.heads.errors import ConfigError
     from headstart.recipes.load import load_evaluation, to_dict
@@ -154,6 +156,7 @@ def _of_server(
             report = evaluate_server(engine, url, settings.eval, model, key, info, advance)
         shown = to_dict(settings)
         report.recipe = {"seed": shown["seed"], "eval": shown["eval"]}
+        report.verdict = verdict_of_report(report.to_json()).to_json()
         if place is not None:
             _write(report, place, settings.eval, console)
             return place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, command_body, open_run
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body, open_run, say_verdict
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
@@ -30,8 +30,10 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
             run.save_recipe()
         value = {"run_dir": str(run.dir), "train": trained, "eval": measured, "export": exported}
         value |= {} if cost is None else {"quality": cost}
-        console.result(value, lambda: render_tables(Report.read(run.dir)))
+        report = Report.read(run.dir)
+        console.result(value, lambda: render_tables(report))
         if not json:
             console.result(None, f"report: {run.dir / 'report.md'} (and report.json)")
             for engine, path in exported["exports"].items():
                 console.result(None, f"exported head ({engine}): {path}")
+            say_verdict(report.verdict, console)

@@ -93,6 +93,7 @@ def _tune(
     if not console.as_json:
         console.result(None, lambda: tuning_text(tuning))
         console.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
+        common.say_verdict(tuning.verdict, console)
 
 
 def _keep(place: Path, entry: dict[str, Any], calibration: Calibration | None, console: Console) -> None:

@@ -78,5 +78,7 @@ def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The result of the step: those numbers of a report, its tree and its notes."""
-    return {name: report[name] for name in FIRST} | {"tree": report["tree"]["label"], "notes": report["notes"]}
+    """The result of the step: those numbers of a report, its tree, notes and verdict."""
+    return {name: report[name] for name in FIRST} | {
+        "tree": report["tree"]["label"], "notes": report["notes"], "verdict": report.get("verdict")
+    }  # fmt: skip

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from headstart import identity
-from headstart.exporting import write_exports
+from headstart.exporting import measured_by, write_exports
 from headstart.heads.errors import FormatError
 from headstart.heads.files import read_json
 from headstart.heads.formats import check_export, push_export
@@ -39,6 +39,8 @@ def export(run: Run) -> dict[str, Any]:
     inputs: dict[str, Any] = {"head": identity.of_saved_head(run.head_dir), "export": settings}
     kept = notes(run.head_dir)
     inputs |= {name: kept[name] for name in ADDED if kept.get(name)}
+    if (measured := _measured(run)) is not None:
+        inputs["measured"] = measured
     if adapter_of_head(run.head_dir) is not None or run.recipe.target.adapter is not None:
         inputs["target"] = {"published_as": config.push_to_hub, **{name: getattr(config, name) for name in OF_TARGET}}
     # an export takes a minute to make again, so one that was refused is worth less than the one before it
@@ -66,10 +68,21 @@ def publish(run: Run) -> dict[str, Any]:
     return run.markers.do("publish", inputs, [], push)
 
 
+def _measured(run: Run) -> dict[str, Any] | None:
+    """What the run's evaluation says about its head; None without one, or where it measured an earlier head."""
+    report, marker = run.dir / "report.json", run.markers.read("eval")
+    if marker.get("status") != "done" or not report.is_file():
+        return None
+    same = marker["inputs"].get("head") == identity.of_saved_head(run.head_dir)
+    return measured_by(read_json(report)) if same else None
+
+
 def _export(run: Run, begin: Begin) -> dict[str, Any]:
     check_export(run.recipe.export, notes(run.head_dir).get("type"))
     target, data, out = run.drafted_target, prepare(run), run.dir / "export"
     samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
     texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
     recipe, names = recipe_of_head(run.inputs.recipe_facts(), run.head_dir), names_of(run.recipe.environment)
-    return write_exports(run.head_dir, target, run.recipe.export, out, run.console, recipe, names, texts, begin)
+    return write_exports(
+        run.head_dir, target, run.recipe.export, out, run.console, recipe, names, texts, begin, measured=_measured(run)
+    )

@@ -22,6 +22,7 @@ from headstart.data.prepare import PreparedData, TokenizeReport
 from headstart.data.samples import Sample
 from headstart.data.split import Split
 from headstart.directory_lock import locked
+from headstart.eval.measuring.verdict import lines_of
 from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import git_revision
 from headstart.pipeline.data import held_out_prompts
@@ -65,7 +66,20 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     sidecar = json.loads((run / "export/headstart.json").read_text())
     assert sidecar["provenance"]["serving_parity"]["passed"] and sidecar["recipe"]["head"]["depth"] == 2
 
+    # a CPU's clock says nothing of serving: the verdict goes by τ, and launch commands keep the usual length
+    verdict = report["verdict"]
+    assert verdict == first.json["eval"]["verdict"] and verdict["speedup"] is verdict["tokens"] is None
+    assert "only τ carries over to it" in verdict["says"][0] and report["device_type"] == "cpu"
+    assert sidecar["measured"]["on_cpu"] and sidecar["measured"]["pays"] == verdict["pays"]
+    assert "# measured on a CPU only" in first.err or "# no draft was accepted" in first.err
+    assert (run / "report.md").read_text().split("\n\n")[1].startswith("**Verdict: ")
+    assert report["cut"]["answers"] == 2
+
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    shown = headstart("run", recipe).out.splitlines()
+    ending = lines_of(verdict)
+    assert shown[-len(ending) :] == ending and max(map(len, ending)) <= 80
+
     second = headstart("run", recipe, "--json")
     assert second.code == 0
     for step in ("distill", "train", "eval", "export"):

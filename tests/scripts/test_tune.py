@@ -55,6 +55,11 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
     assert json.loads((tmp_path / "out" / "tune.json").read_text())["choices"] == result.json["choices"]
     assert f"{choice['predicted_speedup']:.2f}×" in (tmp_path / "out" / "tune.md").read_text()
 
+    assert result.json["verdict"]["pays"] is None and "Verdict: it cannot be told" in (
+        tmp_path / "out" / "tune.md"
+    ).read_text()
+    low, high = choice["measured"]["tau_ci95"]
+    assert 1 <= low <= choice["measured"]["tau"] <= high
     assert (tmp_path / "out" / "tune.png").read_bytes().startswith(b"\x89PNG")
 
     # the sidecar is sealed again, and the head is still read

@@ -69,6 +69,21 @@ def test_what_a_scheduler_ran() -> None:
     assert "cheduler" not in render_markdown(report())
 
 
+def test_the_headline_says_that_answers_were_cut() -> None:
+    cut = report(cut={"answers": 4, "cut": 3}, max_new_tokens=48)
+    for shown in (render_markdown(cut), _terminal(cut)):
+        assert "card · 3 of 4 answers cut at 48 tokens" in shown
+    assert "cut at" not in _terminal(report(cut={"answers": 4, "cut": 0})) + _terminal(report())
+
+
+def test_the_markdown_begins_with_the_verdict() -> None:
+    verdict = {"pays": False, "says": ["It does not."], "next": ["Try *this*."]}
+    text = render_markdown(report(verdict=verdict))
+    assert text.split("\n\n")[1:5] == ["**Verdict: drafting does not pay.**", "- It does not.", "Next:",
+                                        "- Try \\*this\\*."]  # fmt: skip
+    assert "Verdict" not in render_markdown(report())
+
+
 def _terminal(report: Report) -> str:
     console = Console(file=io.StringIO(), width=160)
     console.print(render_tables(report))

@@ -19,9 +19,9 @@ from headstart.heads.files import read_json, write_json
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, push_export
 from headstart.heads.formats.calibration import Calibration
 from headstart.heads.formats.card import render_card
-from headstart.heads.formats.choices import LAST_BATCH, tables_of, tokens_by_batch
+from headstart.heads.formats.choices import LAST_BATCH, measured_of, tables_of, tokens_by_batch
 from headstart.heads.formats.handling import Handling
-from headstart.heads.formats.launch import launch_commands, why_tokens
+from headstart.heads.formats.launch import commented, launch_commands, why_doubt, why_tokens
 from headstart.heads.formats.sidecar import annotate, notes
 
 SCALED = Calibration(
@@ -279,3 +279,58 @@ def test_they_are_uploaded_as_headstart_json_has_them(tmp_path: Path, monkeypatc
 def test_other_heads_have_no_such_files(tmp_path: Path) -> None:
     place = exported(tmp_path / "out", TUNED, head=our_head(Eagle3Config(draft_vocab_size=U)))
     assert not list(place.glob("sglang_*")) and STS_OPTION not in str(launch_commands("d", notes(place), ["sglang"]))
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    return {
+        "pays": True, "tokens": 2, "speedup": 1.5, "speedup_ci95": [1.25, 1.75], "batch_size": 1, "device": "H200",
+        "on_cpu": False, **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "why", "doubt"),
+    [
+        ({}, 2, "2 drafted tokens: the fastest chain that was measured at batch 1 on H200 (`headstart eval`).", None),
+        ({"pays": False, "tokens": None, "speedup": 0.8, "speedup_ci95": [0.75, 0.85], "batch_size": 8}, 3, "",
+         "drafting does not pay on H200 at batch 8: 0.80× (95 %: 0.75–0.85)"),
+        ({"pays": None, "speedup": 1.1, "speedup_ci95": [0.9, 1.3]}, 2,
+         "2 drafted tokens: the fastest chain that was measured at batch 1 on H200 (`headstart eval`).",
+         "it cannot be told whether it pays on H200 at batch 1: 1.10× (95 %: 0.90–1.30)"),
+        ({"pays": None, "tokens": None, "speedup": None, "speedup_ci95": None, "on_cpu": True}, 3, "",
+         "measured on a CPU only: measure it on the card that serves"),
+        ({"pays": False, "tokens": None, "speedup": None, "speedup_ci95": None, "on_cpu": True}, 3, "",
+         "no draft was accepted: drafting cannot pay"),
+        ({"tokens": "many"}, 3, "", None),
+        ({"speedup_ci95": [1.0]}, 3, "", None),
+    ],
+)  # fmt: skip
+def test_a_launch_command_follows_the_evaluation(
+    changes: dict[str, Any], tokens: int, why: str, doubt: str | None
+) -> None:
+    side = {"type": "eagle3", "config": {"depth": 3}, "target": {"name": "a/b"}, "measured": measured(**changes)}
+    assert spec_of(side)[0]["num_speculative_tokens"] == tokens
+    assert why_tokens(side) == why and why_doubt(side) == doubt
+    said = commented("vllm", "eagle3", "serve", doubt)
+    assert said.startswith(f"# {doubt}\n") if doubt else "pay" not in said
+    card = render_card("a/head", side, None, ["vllm"])
+    assert (f"# {doubt}" in card) is (doubt is not None) and ("on H200 (`headstart eval`)" in card) is (why != "")
+
+
+def test_a_tuning_goes_before_the_evaluation() -> None:
+    side = {"type": "eagle3", "config": {"depth": 3}, "target": {"name": "a/b"}}
+    both = {**side, "tuned": tuned(), "measured": measured(pays=False)}
+    assert spec_of(both)[0]["num_speculative_tokens"] == 3 and why_doubt(both) is None
+    lost = json.loads(json.dumps(tuned()))
+    for entry in lost.values():
+        for choice in entry["batches"].values():
+            choice["speculate"] = False
+    assert why_doubt({**both, "tuned": lost}) == "headstart tune found no batch size at which drafting pays"
+
+
+def test_a_malformed_evaluation_is_passed_over() -> None:
+    side = {"type": "eagle3", "config": {"depth": 3}, "target": {"name": "a/b"}}
+    for found in (None, [], "x", {}, measured(pays="yes"), measured(tokens=0), measured(tokens=10**9)):
+        assert measured_of({**side, "measured": found}) is None
+    hostile = {**side, "measured": measured(pays=False, device="card\nrm -rf /")}
+    assert "\n" not in (why_doubt(hostile) or "")

@@ -1,0 +1,405 @@
+"""Whether drafting pays: the verdict on what was measured, in sentences, and what to do next where it does not pay.
+
+All functions are pure: they read the JSON of a report or a tuning, and numbers of the training.
+
+Drafting *pays* where the lower end of the speed-up's 95 % interval is above 1, and does not where the upper end is
+below 1. Where the interval holds 1 it cannot be told yet. A speed-up on a CPU says nothing about a card that serves.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from headstart.data.own_choice import FOREIGN, GREEDY
+
+#: plain steps that a cycle took with a chain of 3, Llama-3.1-8B sizes, one H100 (docs/measuring.md): 7.0 ms / 5.6 ms
+USUAL_CYCLE = 1.25
+#: relative change of accepted drafts between two thirds of a training that counts as a change
+CHANGE = 0.03
+#: fewest records in which a trend is looked for
+RECORDS = 6
+#: times as many prompts as were measured, beyond which more of them are not advised
+MOST_TIMES = 100
+#: `eval.max_new_tokens` that is advised where answers were cut: its default
+WHOLE_TOKENS = 256
+#: characters of a terminal's line
+WIDTH = 80
+
+TITLES = {True: "drafting pays", False: "drafting does not pay", None: "it cannot be told whether drafting pays"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is known about the training of a head.
+
+    Attributes:
+        walked: walked accepted lengths (τ) in the order of training.
+        held_out: whether they are of held-out conversations; else of the training data.
+        own_share: share of the answer tokens that are the target's own greedy choice; None = not known.
+    """
+
+    walked: list[float] = field(default_factory=list)
+    held_out: bool = False
+    own_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Attributes:
+        pays: None: it cannot be told.
+        says: sentences on what was measured. next: sentences on what to do.
+        tokens: length of the chain that was fastest on this card; None where no chain gained, or on a CPU.
+        speedup, speedup_ci95: of the draft that was evaluated, or the best that was tuned.
+        batch_size: at which that was measured.
+    """
+
+    pays: bool | None
+    says: list[str]
+    next: list[str]
+    tokens: int | None = None
+    speedup: float | None = None
+    speedup_ci95: list[float] | None = None
+    batch_size: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def judge(interval: Sequence[float] | None) -> bool | None:
+    """Whether a speed-up with this 95 % interval pays; None where that cannot be told."""
+    if interval is None or interval[0] <= 1 <= interval[1]:
+        return None
+    return interval[0] > 1
+
+
+def interval_of(numbers: dict[str, Any], speedup: float | None) -> list[float] | None:
+    """The 95 % interval of a speed-up: its own, or else τ's carried over, as a cycle takes as long whatever it accepts.
+
+    Args: numbers: `tau`, `tau_ci95` and, at batch 1 only, `speedup_ci95`.
+    """
+    if (own := numbers.get("speedup_ci95")) is not None:
+        return list(own)
+    tau, interval = numbers.get("tau"), numbers.get("tau_ci95")
+    if speedup is None or not tau or interval is None:
+        return None
+    return [speedup * end / tau for end in interval]
+
+
+def more_prompts(prompts: int, speedup: float, interval: Sequence[float]) -> int | None:
+    """Prompts to add until the interval leaves 1 out, if the speed-up stays; None where no sensible number would do.
+
+    The width of an interval falls with the square root of the number of prompts.
+    """
+    gap = abs(speedup - 1)
+    reach = speedup - interval[0] if speedup > 1 else interval[1] - speedup
+    if gap == 0 or (reach / gap) ** 2 > MOST_TIMES:
+        return None
+    return max(1, math.ceil(prompts * (reach / gap) ** 2) - prompts)
+
+
+def verdict_of_report(report: dict[str, Any], training: Training | None = None) -> Verdict:
+    """The verdict on an evaluation. Args: report: `Report.to_json`. training: of its head, where it is known."""
+    training, speedup = training or Training(), report.get("speedup")
+    if report.get("synthetic") is not None:
+        return Verdict(None, [_synthetic(report)], ["Train a head and measure it: `headstart run RECIPE`."])
+    if report.get("engine") is not None:
+        return _of_server(report)
+    if report["drafter"] == "plain":
+        return Verdict(None, ["Nothing drafted: plain decoding was measured."], ["Give a head: --head DIR."])
+    cut = _cut(report)
+    if report.get("device_type") == "cpu":
+        pays, says = _on_cpu(report)
+        return Verdict(pays, [*says, *cut], ["Measure it on the card that will serve.", *_train_more(training, report)])
+    if speedup is None:
+        said = "Plain decoding was not measured, so there is no speed-up."
+        return Verdict(None, [said, *cut], ["Measure both ways: eval.baseline=true."])
+    interval = interval_of(report, speedup)
+    pays, batch = judge(interval), report["batch_size"]
+    says = [_measured(report, speedup, interval, pays), *_chains(report), *_batches(report), *_lossy(report), *cut]
+    advice = _pays_next(report) if pays else _next(report, speedup, interval, pays, training)
+    return Verdict(pays, says, advice, _tokens(report, pays), speedup, interval, batch)
+
+
+def _synthetic(report: dict[str, Any]) -> str:
+    speedup = report.get("speedup")
+    gain = "" if speedup is None else f": at batch {report['batch_size']} decoding would be {speedup:.2f}× as fast"
+    return f"Acceptance was set, not measured. This says what a head with τ {report['tau']:.2f} would gain{gain}."
+
+
+def _of_server(report: dict[str, Any]) -> Verdict:
+    said = f"The server's counters say τ {_tau(report)}; they hold no speed of plain decoding to compare with."
+    return Verdict(None, [said], ["Measure the same prompts on the server without speculation, and compare tokens/s."])
+
+
+def _tau(report: dict[str, Any]) -> str:
+    interval = report.get("tau_ci95")
+    return f"{report['tau']:.2f}" + ("" if interval is None else f" (95 %: {interval[0]:.2f}–{interval[1]:.2f})")
+
+
+def _on_cpu(report: dict[str, Any]) -> tuple[bool | None, list[str]]:
+    """A CPU's verdict goes by τ alone: whether a card gains depends on what a cycle takes there."""
+    speedup, (low, high) = report.get("speedup"), report.get("tau_ci95") or (report["tau"],) * 2
+    shown = "" if speedup is None else f" ({speedup:.2f}×)"
+    first = f"The speed-up on a CPU{shown} says nothing about a card that serves; only τ carries over to it."
+    if report["forwards"] and high <= 1:
+        return False, [first, "No draft was accepted (τ 1.00): no card can gain from this head."]
+    says = (
+        f"τ is {_tau(report)}: a card gains where a cycle takes less time than that many plain steps. At Llama-3.1-8B "
+        f"sizes on an H100 a cycle with a chain of 3 took {USUAL_CYCLE} plain steps, "
+    )
+    if report.get("tau_ci95") is None or low <= USUAL_CYCLE <= high:
+        return None, [first, says + "which is not told apart from this τ."]
+    return None, [first, says + f"which this τ {'exceeds' if low > USUAL_CYCLE else 'does not reach'}."]
+
+
+def _range(interval: Sequence[float] | None, carried: bool) -> str:
+    if interval is None:
+        return ""
+    return f" (95 %{', by the interval of τ' if carried else ''}: {interval[0]:.2f}–{interval[1]:.2f})"
+
+
+def _measured(report: dict[str, Any], speedup: float, interval: Sequence[float] | None, pays: bool | None) -> str:
+    where = f"on {report['device']} at batch {report['batch_size']}"
+    if pays is not None:
+        start = f"It {'pays' if pays else 'does not pay'} {where}"
+    elif interval is None:
+        start = f"One prompt has no interval, so it cannot be told {where}"
+    else:
+        start = f"It cannot be told yet {where}, because the interval holds 1"
+    found = f"{speedup:.2f}× plain decoding{_range(interval, report.get('speedup_ci95') is None)}"
+    return f"{start}: {found} with {_draft(report['tree'], report['tree']['label'])}."
+
+
+def _draft(tree: dict[str, Any], label: str) -> str:
+    """What is drafted, in words. Args: label: its name in tables, such as `chain3`."""
+    return f"a chain of {tree['depth']}" if label == f"chain{tree.get('depth')}" else label
+
+
+def _chains(report: dict[str, Any]) -> list[str]:
+    """Speed-ups by length of the chain, where shorter ones were measured."""
+    found = report.get("chain_speedups")
+    if not found:
+        return []
+    by_length = sorted((int(length), gain) for length, gain in found.items())
+    listed = ", ".join(f"{length}: {gain:.2f}×" for length, gain in by_length)
+    best = _best_chain(report)
+    return [f"By length of the chain ({listed}), {'no length gains' if best is None else f'{best} is the fastest'}."]
+
+
+def _best_chain(report: dict[str, Any]) -> int | None:
+    """The fastest length that was measured, if it gains."""
+    found = {int(length): float(gain) for length, gain in (report.get("chain_speedups") or {}).items()}
+    best = max(found, key=lambda length: found[length], default=None)
+    return best if best is not None and found[best] > 1 else None
+
+
+def _tokens(report: dict[str, Any], pays: bool | None) -> int | None:
+    """Length of the fastest chain; of the evaluated one where no others were measured and it does not lose."""
+    if report.get("chain_speedups"):
+        return _best_chain(report)
+    fixed = report["tree"].get("kind") == "chain" and report.get("scheduler") is None
+    return report["tree"].get("depth") if fixed and pays is not False else None
+
+
+def _batches(report: dict[str, Any]) -> list[str]:
+    """At which batch sizes it pays, where a sweep measured several."""
+    by = _by_batch(report)
+    return [] if not by else [_grouped([(batch, judge(interval)) for batch, _, interval in by])]
+
+
+def _by_batch(report: dict[str, Any]) -> list[tuple[int, float, list[float] | None]]:
+    """(batch size, speed-up, interval) of a report's sweep."""
+    points = ((report.get("sweeps") or {}).get("batch") or {}).get("points") or []
+    timed = [point for point in points if point.get("speedup") is not None]
+    return [(point["batch"], point["speedup"], interval_of(point, point["speedup"])) for point in timed]
+
+
+def _grouped(judged: list[tuple[int, bool | None]]) -> str:
+    """`By batch size: it pays at 1 and 4; does not pay at 64.`"""
+    words = {True: "pays at", False: "does not pay at", None: "cannot be told at"}
+    parts = []
+    for pays, said in words.items():
+        sizes = [str(batch) for batch, found in judged if found is pays]
+        if sizes:
+            parts.append(f"{said} {' and '.join([', '.join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)}")
+    return f"By batch size: it {'; '.join(parts)}."
+
+
+def _lossy(report: dict[str, Any]) -> list[str]:
+    if report.get("lossless", True):
+        return []
+    return ["Acceptance was LOSSY: the answers are not the target's own, and a lossless run accepts less."]
+
+
+def _cut(report: dict[str, Any]) -> list[str]:
+    cut, limit = report.get("cut"), report["max_new_tokens"]
+    if not cut or not cut["cut"]:
+        return []
+    many = "The answer was" if cut["answers"] == 1 else f"{cut['cut']} of {cut['answers']} answers were"
+    longer = WHOLE_TOKENS if limit < WHOLE_TOKENS else 2 * limit
+    return [
+        f"{many} cut at {limit} tokens; what whole answers give was not measured: eval.max_new_tokens={longer} "
+        "measures longer ones."
+    ]
+
+
+def _pays_next(report: dict[str, Any]) -> list[str]:
+    best, tree = _best_chain(report), report["tree"]
+    if best is not None and best != tree.get("depth"):
+        return [f"Draft a chain of {best}, which is faster: eval.tree.depth={best}."]
+    return [] if _by_batch(report) else ["To find the best draft for each batch size, run `headstart tune`."]
+
+
+def _next(
+    report: dict[str, Any],
+    speedup: float,
+    interval: Sequence[float] | None,
+    pays: bool | None,
+    training: Training,
+) -> list[str]:
+    advice = []
+    if interval is None:
+        advice.append("Give more prompts: an interval needs two or more.")
+    elif pays is None:
+        more = more_prompts(report["prompts"], speedup, interval)
+        if more is None:
+            advice.append("More prompts will hardly tell: it is about as fast as plain decoding.")
+        else:
+            advice.append(f"About {more} more prompts like these would tell, if the speed-up stays what it is.")
+    advice += [*_other_draft(report, speedup), *_other_batch(report), *_train_more(training, report)]
+    return advice or ["Train on more conversations like those that you serve."]
+
+
+def _other_draft(report: dict[str, Any], speedup: float) -> list[str]:
+    """A shorter chain or a smaller head, where a level costs more than it brings.
+
+    A cycle takes τ ÷ speed-up plain steps, one of which verifying the root alone would take. The levels share the rest.
+    """
+    best, tree = _best_chain(report), report["tree"]
+    if best is not None and best != tree.get("depth"):
+        return [f"Draft a chain of {best}, which gained: eval.tree.depth={best}."]
+    rates, depth = report["per_position_acceptance"], tree.get("depth")
+    if tree.get("kind") != "chain" or report.get("scheduler") is not None or not rates or not depth:
+        return []
+    cost = (report["tau"] / speedup - 1) / depth
+    kept = next((n for n, rate in enumerate(rates) if rate < cost), len(rates))
+    if kept == len(rates):
+        return []
+    accepted = f"position {kept + 1} is accepted in {rates[kept]:.0%} of the cycles"
+    said = f"{accepted}, and a level costs {cost:.2f} plain steps on average"
+    if kept == 0:
+        return [f"Train a smaller head (fewer layers or a smaller head.draft_vocab_size): {said}."]
+    return [f"Draft a shorter chain, or train a smaller head: {said}; try eval.tree.depth={kept}."]
+
+
+def _other_batch(report: dict[str, Any]) -> list[str]:
+    """Another batch size where one gains, and the scheduler, which decodes plainly where drafting loses."""
+    better = [(gain, batch) for batch, gain, interval in _by_batch(report) if judge(interval)]
+    advice = []
+    if better:
+        gain, batch = max(better)
+        advice.append(f"Draft at batch {batch}, where it gains {gain:.2f}×, and decode plainly where it loses.")
+    if report["batch_size"] > 1 and report.get("scheduler") is None and report["drafter"] != "ngram":
+        advice.append("Let the scheduler draft only what is expected to pay at this batch: eval.scheduler=on.")
+    return advice
+
+
+def _train_more(training: Training, report: dict[str, Any]) -> list[str]:
+    """The target's own answers, more steps or more data, by what the training showed."""
+    if report.get("head") is None or report["head"].get("untrained"):
+        return []
+    advice = []
+    share = training.own_share
+    if share is not None and share < GREEDY:
+        doubt = "" if share < FOREIGN else ", unless it sampled these answers"
+        advice.append(
+            f"Let the target answer the prompts itself (data.distill.prompts){doubt}: {share:.0%} of the answer tokens "
+            "are its own greedy choice."
+        )
+    if len(training.walked) >= RECORDS:
+        third = len(training.walked) // 3
+        before, last = fmean(training.walked[-2 * third : -third]), fmean(training.walked[-third:])
+        whose = "on held-out conversations" if training.held_out else "in training"
+        moved = f"the accepted length {whose} went from {before:.2f} to {last:.2f}"
+        if last - 1 > (1 + CHANGE) * (before - 1):
+            advice.append(f"Train longer (train.epochs): {moved} over the last third and still rises.")
+        elif training.held_out and last - 1 < (1 - CHANGE) * (before - 1):
+            advice.append(f"Train on more conversations: {moved} over the last third, so it has learnt these by heart.")
+        else:
+            advice.append(f"Train on more conversations: {moved} over the last third and rises no more.")
+    return advice
+
+
+def verdict_of_tuning(tuning: dict[str, Any]) -> Verdict:
+    """The verdict on `headstart tune`. Args: tuning: `Tuning.to_json`."""
+    choices = tuning["choices"]
+    judged = []
+    for choice in choices:
+        speedup = choice["measured_speedup"]
+        interval = interval_of(choice["measured"], speedup)
+        judged.append((choice, interval, judge(interval)))
+    paying = [(choice, interval) for choice, interval, pays in judged if pays]
+    if tuning.get("device_type") == "cpu":
+        says = ["The speed-ups on a CPU say nothing about a card that serves; only τ carries over to it."]
+        best = max(choices, key=lambda choice: choice["measured_tau"])
+        draft = _draft(best["tree"], best["label"])
+        says.append(f"The fastest draft at batch {best['batch']} was {draft}, with τ {best['measured_tau']:.2f}.")
+        return Verdict(None, says, ["Tune on the card that will serve."])
+    pays = True if paying else None if any(found is None for _, _, found in judged) else False
+    says = [f"On {tuning['device']}. " + _grouped([(choice["batch"], found) for choice, _, found in judged])]
+    says += [_tuned(choice, interval) for choice, interval, _ in judged]
+    measured = paying or [(choice, interval) for choice, interval, _ in judged]
+    choice, interval = measured[0] if paying else max(measured, key=lambda pair: pair[0]["measured_speedup"])
+    tokens = (choice["launched"] or None) if pays else None
+    return Verdict(pays, says, _tuning_next(judged), tokens, choice["measured_speedup"], interval, choice["batch"])
+
+
+def _tuned(choice: dict[str, Any], interval: Sequence[float] | None) -> str:
+    launched = choice["launched"]
+    engines = f"launch engines with {launched} drafted tokens" if launched else "launch engines without drafting"
+    found = f"{choice['measured_speedup']:.2f}×{_range(interval, carried=True)}"
+    return f"Batch {choice['batch']}: {found} with {_draft(choice['tree'], choice['label'])}; {engines}."
+
+
+def _tuning_next(judged: list[tuple[dict[str, Any], Any, bool | None]]) -> list[str]:
+    advice = []
+    for choice, interval, pays in judged:
+        scheduled = choice.get("scheduled")
+        if scheduled and scheduled["measured_speedup"] > max(1.0, choice["measured_speedup"]):
+            gain = scheduled["measured_speedup"]
+            advice.append(f"At batch {choice['batch']} eval.scheduler=on is faster: {gain:.2f}×.")
+        elif pays is False:
+            advice.append(f"Decode plainly at batch {choice['batch']}.")
+        elif pays is None and interval is not None:
+            prompts = choice["measured"]["prompts"]
+            more = more_prompts(prompts, choice["measured_speedup"], interval)
+            if more is not None:
+                wanted = f"tune.prompts={prompts + more}"
+                advice.append(f"At batch {choice['batch']} about {more} more prompts would tell: {wanted}.")
+    if not any(pays for _, _, pays in judged):
+        advice.append("Train on more conversations like those that you serve, or train a smaller head.")
+    return advice
+
+
+def lines_of(verdict: dict[str, Any], width: int = WIDTH) -> list[str]:
+    """The verdict for a terminal: a title, sentences, and what to do next. Args: verdict: `Verdict.to_json`."""
+    lines = [f"Verdict: {TITLES[verdict['pays']]}"]
+    for sentence in verdict["says"]:
+        lines += textwrap.wrap(sentence, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    lines += ["Next:"] if verdict["next"] else []
+    for sentence in verdict["next"]:
+        lines += textwrap.wrap(sentence, width, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
+
+
+def markdown_of(verdict: dict[str, Any], text: Callable[[str], str]) -> list[str]:
+    """The verdict's lines of a Markdown document. Args: text: escapes a sentence."""
+    lines = [f"**Verdict: {TITLES[verdict['pays']]}.**", "", *(f"- {text(said)}" for said in verdict["says"]), ""]
+    if verdict["next"]:
+        lines += ["Next:", "", *(f"- {text(said)}" for said in verdict["next"]), ""]
+    return lines

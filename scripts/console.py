@@ -90,12 +90,17 @@ class Console:
             yield
 
     @contextmanager
-    def progress(self, label: str, unit: str = "", notes: bool = False) -> Iterator[Advance]:
+    def progress(
+        self, label: str, unit: str = "", notes: bool = False, first: str | None = None
+    ) -> Iterator[Advance]:
         """On a terminal a bar with the time left; elsewhere a line every few seconds.
 
-        Args: notes: messages stand beside the count; otherwise each is a line of its own.
+        Args:
+            notes: messages stand beside the count; otherwise each is a line of its own.
+            first: see Bar.
         """
         with self.screen.bar(label, unit) as bar:
+            bar.first = first
 
             def advance(done: int, total: int, message: str = "") -> None:
                 message = "" if message == "done" else message

@@ -24,6 +24,8 @@ from headstart.heads.targets.target import Target
 from headstart.quality_guard import summary
 from headstart.saved_heads import trained_otherwise
 
+#: what takes long before the first answer
+FIRST = "the first one compiles kernels and captures cycles:"
 #: what a report says of an untrained head, whose weights are random
 UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
 
@@ -48,7 +50,7 @@ def measure(
     warning = trained_otherwise(place, target)
     if warning is not None:
         console.say(warning)
-    with console.progress("eval", "prompts", notes=True) as advance:
+    with console.progress("eval", "prompts", notes=True, first=FIRST) as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=advance)
     report.notes += [warning] if warning is not None else []
     if place is not None and (cost := notes(place).get("quality")):

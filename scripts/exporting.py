@@ -66,7 +66,8 @@ def write_exports(
     if adapter_of_head(directory) is not None:
         require_quality(side.get("quality"), config.force)
     tuned = TunedExport.of(target, directory, config, out)
-    parity = compare_features(target, head.spec, texts or probe_sequences(target))
+    with console.phase("comparing the features of serving and training", said=False):
+        parity = compare_features(target, head.spec, texts or probe_sequences(target))
     require_parity(parity, config.force)
     console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
     origin: dict[str, Any] = {"exported_from": exported_from} if exported_from is not None else {}
@@ -74,8 +75,9 @@ def write_exports(
     origin |= {"target": {**target.fingerprint(), **tuned.facts()}, "serving_parity": parity.to_json()}
     origin |= {name: side.get(name) for name in ADDED} | ({} if measured is None else {"measured": measured})
     begin()
-    tuned.write(console.say)
-    reports = export_head(head, out, config, published(origin, environment))
+    with console.phase("saving the export", said=False):
+        tuned.write(console.say)
+        reports = export_head(head, out, config, published(origin, environment))
     return report_exports(reports, console, out)
 
 
@@ -102,7 +104,8 @@ def report_exports(reports: dict[str, Any], console: Console, root: Path) -> dic
         commands = launch_commands(str(report.directory), side, report.served, str(root)) if side else {}
         doubt = why_doubt(side) if commands else None
         for engine, command in commands.items():
-            console.say(f"{FORMATS[engine].title}:\n{commented(engine, side['type'], command, doubt)}")
+            said = f"{FORMATS[engine].title}:\n{commented(engine, side['type'], command, doubt)}"
+            console.say(said, whole=True)
         if commands and (why := why_tokens(side)):
             console.say(why)
     return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -125,6 +126,7 @@ class CapturedPacks:
     Attributes:
         captures: graphs captured so far, replaced ones included.
         seconds: host time spent on capturing, with the compilation of kernels.
+        during: what a capture is done inside.
     """
 
     def __init__(self, module: nn.Module, terms: int):
@@ -132,6 +134,7 @@ class CapturedPacks:
         self._graphs: dict[tuple[int, int, int | None], CapturedBackward] = {}
         self._shape = PackShape(0, 0, 0)
         self.captures, self.seconds = 0, 0.0
+        self.during: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def drop(self) -> None:
         """Forget all graphs: the module computes something else from now on."""
@@ -153,7 +156,8 @@ class CapturedPacks:
             shape = replace(self._shape, anchors=anchors)
             pool = next(iter(self._graphs.values())).pool if self._graphs else None
             drawn = torch.cuda.get_rng_state()  # capturing draws numbers; what this pack draws must not depend on it
-            self._graphs[key] = CapturedBackward(self._module, batch, shape, self._terms, pool)
+            with self.during():
+                self._graphs[key] = CapturedBackward(self._module, batch, shape, self._terms, pool)
             torch.cuda.set_rng_state(drawn)
             self.captures += 1
             self.seconds += time.perf_counter() - started

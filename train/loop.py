@@ -165,6 +165,8 @@ class TrainingLoop:
         if observers.watch is not None:
             observers.watch.wait_for_writes = writer.wait_for_writes
         self.standing = Standing(config, run_dir, stream, budget, self.meters, rank, size, observers.screen_of(rank))
+        if self.captured is not None:
+            self.captured.during = lambda: self.standing.screen.phase("capturing", said=False)
         self.health = Health(self.standing, head, writer, fetcher.again, device)
         provenance = make_provenance(device) if provenance is None else provenance
         self.saving = Saving(self.standing, self.health, self.parallel, writer, provenance)

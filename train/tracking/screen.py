@@ -86,14 +86,13 @@ class Bar(Phase):
 
     Attributes:
         note: what stands beside the count, such as the loss; a terminal shows it in a line of its own.
-        idle: what is said of the time since the count last grew.
+        first: what is said of the time until the count first grows, if that differs from the time of later ones.
     """
-
-    idle = "this one for"
 
     def __init__(self, name: str, unit: str, total: float | None, clock: Callable[[], float]):
         super().__init__(name, clock())
         self.unit, self.note, self.grown, self.told = plain(unit), "", self.since, -1.0
+        self.first: str | None = None
         self._clock = clock
         # not started: it draws nothing, and estimates
         self._progress = Progress(auto_refresh=False, get_time=clock, speed_estimate_period=RATE_S)
@@ -114,7 +113,7 @@ class Bar(Phase):
 
     def update(self, done: float, total: float | None = None, note: str | None = None) -> None:
         if done > self.done:
-            self.grown = self._clock()
+            self.grown, self.first = self._clock(), None
         self._progress.update(self._task.id, completed=done, total=total)
         self.note = self.note if note is None else plain(note)
 
@@ -141,7 +140,7 @@ class Bar(Phase):
         if (left := self.left()) is not None:
             parts.append(f"{duration(left)} left")
         if now - self.grown >= SILENT_S and not self.over:
-            parts.append(f"{self.idle} {duration(now - self.grown)}")
+            parts.append(f"{self.first or 'this one for'} {duration(now - self.grown)}")
         return f"{self.name}: {', '.join(parts)}" + (f"  {self.note}" if self.note else "")
 
     def rows(self, now: float) -> list[RenderableType]:
@@ -288,18 +287,15 @@ class Screen:
         self.console.print(plain(message), style=style, soft_wrap=whole or not self.console.is_terminal)
 
     def _drawing(self) -> RenderableType:
-        now, rows = self._clock(), []
-        bar: Bar | None = None
-        inner: Phase | None = None
-        for each in reversed(self._open.copy()):
-            if isinstance(each, Bar):
-                bar = each
+        """The innermost bar, and the innermost phase inside it."""
+        now, inner, rows = self._clock(), None, []
+        for phase in reversed(self._open.copy()):
+            if isinstance(phase, Bar):
+                rows += phase.rows(now)
                 break
-            if inner is None and each.drawn:
-                inner = each
-        for each in (bar, inner):
-            rows += [] if each is None else each.rows(now)
-        return Group(*rows)
+            if inner is None and phase.drawn:
+                inner = phase
+        return Group(*rows, *(inner.rows(now) if inner is not None else []))
 
     def _look_after(self) -> None:
         while True:

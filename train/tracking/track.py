@@ -234,7 +234,7 @@ class Reporter:
     def __init__(self, screen: Screen, total: float, unit: str):
         self.screen = screen
         self._bar = screen.new_bar("train", unit, total)
-        self._bar.idle = "this step for"
+        self._bar.first = "the first step may compile kernels:"
         self._explained = False
 
     def start(self) -> None:

@@ -1,0 +1,54 @@
+"""Runs code in a terminal of 80 columns, and says what stood on its screen."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from fcntl import ioctl
+
+
+def in_terminal(work: Callable[[], object], columns: int = 80, stop_after: str = "", stops: int = 1) -> tuple[str, int]:
+    """What a forked process that does `work` writes to a terminal of so many columns, and its exit code.
+
+    Args: stop_after: Ctrl-C is pressed, `stops` times, when this text was written.
+    """
+    process, terminal = pty.fork()
+    if process == 0:
+        code = 99
+        try:
+            for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+                os.environ.pop(name, None)
+            os.environ["TERM"] = "xterm-256color"
+            ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  until the end
+            code = int(work() or 0)  # type: ignore[call-overload]
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    written = b""
+    while True:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # the process has ended
+            break
+        if not piece:
+            break
+        written += piece
+        if stop_after and stop_after.encode() in written:
+            stop_after = ""
+            os.write(terminal, b"\x03" * stops)
+    os.close(terminal)
+    return written.decode(), os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def lines_of(written: str) -> list[str]:
+    """What stood in any line of the terminal at any time, without colours."""
+    return [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)) if line.strip()]

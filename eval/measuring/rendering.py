@@ -19,7 +19,7 @@ from headstart.heads.files import write_text
 from headstart.heads.formats.flags import LOSSLESS_RULES, TITLES
 from headstart.heads.formats.plots import draw_plots, first_plot_note
 
-TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"
+TAU_NOTE = "τ, the accepted length = tokens committed per target forward after prefill (plain decoding = 1)"
 
 COLUMNS = (
     "task", "prompts", "τ", "95 %", "acceptance by position", "plain tok/s", "spec. tok/s", "speed-up (clock)",

@@ -1,16 +1,16 @@
-"""From conversations to the packs of hidden states that a head trains on.
+"""From conversations to the packs of hidden states that a head trains on, in this order:
 
-    sources.py, hub.py          files and Hub datasets → records
-    records.py, messages.py     a record of any layout → Conversation
-    prompts.py, distill.py      a Conversation → a prompt, which the target answers
-    answering.py                what distillation asks of whatever answers; the target's own forward
-    answer_file.py              the file of answers: written one by one, continued, shared by processes
-    chat.py                     a Conversation → token ids, and which of them are supervised (the mask). It renders the
-                                text (rendering.py), finds the answers in it (turns.py, one_pass.py), checks that
-                                nothing is missing (pieces.py) and finds the tokens of the answers (cutting.py)
-    encoding.py                 many Conversations at once, on one process or divided among the ranks of a launch
-    prepare.py, samples.py      all of them → Samples, with a report of what is dropped or cut
-    spool.py                    the tokens of many Samples, in a temporary file
-    split.py, packing.py        Samples → training and held-out ones; which of them share a pack
-    features.py                 a pack → FeatureBatch with the target's hidden states: live, from memory.py or store.py
+    sources/                files and datasets → records; bad rows are put aside
+    records/                a record of any layout → Conversation
+    prompts.py, distilling/ a Conversation → a prompt, which the target answers
+    serving/                servers that answer for it
+    chat/                   a Conversation → token ids, and which of them are supervised (the mask)
+    encoding.py             many at once, on one process or divided among the ranks of a launch (ranks.py)
+    choosing/               duplicates leave, caps and weights choose, a part is held out
+    prepare.py, samples.py  all of these → Samples, with a report of what is dropped or cut
+    spool.py                the tokens of many Samples, in a temporary file
+    packing.py              which Samples share a pack
+    features.py             a pack → FeatureBatch with the target's hidden states: live, from memory.py or store.py
+
+inspection.py and statistics.py show what came of it. config.py holds the recipe's nodes `data` and `data.distill`.
 """

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from headstart.data.columns import FIELDS
-from headstart.data.records import LAYOUTS
+from headstart.data.records.columns import FIELDS
+from headstart.data.records.conversation import LAYOUTS
 from headstart.heads.errors import ConfigError, check_settings
 from headstart.heads.files import short_path
 from headstart.heads.repository import check_repository

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headstart.data.chat import ChatFormat, Encoded, Masked, Plan, Request, answers_of
+from headstart.data.chat.chat import ChatFormat, Encoded, Masked, Part, answers_of
+from headstart.data.chat.cutting import BATCH, Cutter, Tokens
+from headstart.data.chat.rendering import RefusedError
 from headstart.data.config import DataConfig
-from headstart.data.cutting import BATCH, Cutter, Tokens
-from headstart.data.media import dropped_for
 from headstart.data.prompts import Chats
 from headstart.data.ranks import Ranks, portable
-from headstart.data.records import Conversation, TokenTurn
-from headstart.data.rendering import RefusedError
+from headstart.data.records.conversation import Conversation, TokenTurn
+from headstart.data.records.media import dropped_for
 from headstart.heads.errors import DataError
 
 #: conversations that each rank encodes before the ranks exchange their results
@@ -42,7 +42,7 @@ class _Row(NamedTuple):
     conversation: Conversation
     made: list[Masked] | str = ""
     chat: ChatFormat | None = None
-    plan: Plan = ()
+    parts: Sequence[Part | Masked] = ()
 
 
 class Encoder:
@@ -72,7 +72,7 @@ class Encoder:
             if os.environ.get("TOKENIZERS_PARALLELISM", "true").lower() not in ONE_THREAD:
                 pool = stack.enter_context(ThreadPoolExecutor(1))
             for rows in self._groups(conversations):
-                texts = [part.text for row in rows for part in row.plan if not isinstance(part, Masked)]
+                texts = [part.text for row in rows for part in row.parts if isinstance(part, Part)]
                 ahead.append((rows, self._cutter.tokens(texts, pool)))
                 if len(ahead) > (pool is not None):
                     yield from self._finished(*ahead.popleft())
@@ -85,7 +85,7 @@ class Encoder:
         size = 0
         for conversation in conversations:
             rows.append(row := self._row(conversation))
-            size += sum(len(part.text) for part in row.plan if not isinstance(part, Masked))
+            size += sum(len(part.text) for part in row.parts if isinstance(part, Part))
             if size >= BATCH or len(rows) >= ROWS:
                 yield rows
                 rows, size = [], 0
@@ -107,20 +107,19 @@ class Encoder:
         chat, config = self._chats.of(conversation), self.config
         messages, tools = conversation.messages, conversation.tools
         try:
-            plan = chat.plan(
-                Request(messages, conversation.finish_reason, config.turns, tools, config.max_length, answers)
-            )
+            finish = conversation.finish_reason
+            parts = chat.parts(messages, finish, config.turns, tools, config.max_length, answers)
         except RefusedError as error:
             return _Row(conversation, error.reason)
-        return _Row(conversation, chat=chat, plan=plan)
+        return _Row(conversation, chat=chat, parts=parts)
 
     def _finished(self, rows: Sequence[_Row], tokens: Iterator[Tokens]) -> Iterator[Result]:
         for row in rows:
             made = row.made
             if row.chat is not None:
-                own = list(islice(tokens, sum(not isinstance(part, Masked) for part in row.plan)))
+                own = list(islice(tokens, sum(isinstance(part, Part) for part in row.parts)))
                 try:
-                    made = row.chat.finish(row.plan, own)
+                    made = row.chat.finish(row.parts, own)
                 except RefusedError as error:
                     made = error.reason
             yield row.conversation, made
@@ -159,8 +158,8 @@ def encode_on_ranks(
         parts = ranks.gather((made, shown, len(block), read))
         failures = [part[1] for part in parts if part[1] is not None]
         if failures:
-            _, rank, error = min(failures, key=lambda failure: failure[:2])
-            raise failed[1] if failed is not None and rank == ranks.rank else error
+            _, rank, told = min(failures, key=lambda failure: failure[:2])
+            raise failed[1] if failed is not None and rank == ranks.rank else told
         if len({part[2:] for part in parts}) > 1:
             raise DataError(
                 f"data.sources: found other conversations on some ranks than on others ({[p[2] for p in parts]} of a "

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from headstart.data.chat import Masked, begins_with_answer
+from headstart.data.chat.chat import Masked, begins_with_answer
+from headstart.data.chat.pieces import LEFT_OUT, WHAT_HELPS
+from headstart.data.choosing.gather import Gathered, first_prompts
+from headstart.data.choosing.separate import separate
+from headstart.data.choosing.split import Split, prompt_key
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.encoding import Encoder, encode_on_ranks
-from headstart.data.gather import Gathered, first_prompts
-from headstart.data.media import file_and_line
-from headstart.data.pieces import LEFT_OUT, WHAT_HELPS
 from headstart.data.ranks import ALONE, Ranks
-from headstart.data.records import Conversation, unread_note
-from headstart.data.rejects import Rejects
+from headstart.data.records.conversation import Conversation, unread_note
+from headstart.data.records.media import file_and_line
 from headstart.data.samples import Sample, require_supervised
-from headstart.data.separate import separate
-from headstart.data.split import Split, prompt_key
+from headstart.data.sources.rejects import Rejects
 from headstart.data.spool import Spool
 from headstart.heads.errors import DataError, first_names
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headstart.data.chat import ChatFormat
-from headstart.data.messages import Message
-from headstart.data.records import Conversation
+from headstart.data.chat.chat import ChatFormat
+from headstart.data.records.conversation import Conversation
+from headstart.data.records.messages import Message
 from headstart.heads.errors import DataError
 
 

@@ -1,4 +1,4 @@
-"""Reads the prompts of `eval.data`: JSONL files and Hub datasets, in every layout of `data/records.py`.
+"""Reads the prompts of `eval.data`: JSONL files and Hub datasets, in every layout of `data/records/conversation.py`.
 
 Spec-Bench, MT-bench, HumanEval, GSM8K, MATH and Alpaca are read as they are published.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.config import SourceConfig
-from headstart.data.hub import load_rows
-from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt, prompt_of
-from headstart.data.records import parse_record
-from headstart.data.sources import read_records, source_path
+from headstart.data.records.conversation import parse_record
+from headstart.data.records.media import dropped_lines
+from headstart.data.sources.hub import load_rows
+from headstart.data.sources.sources import read_records, source_path
 from headstart.eval.config import HALVES, EvalConfig
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import explain_read, is_file, require_regular, sha256_file

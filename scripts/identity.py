@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.config import SourceConfig
-from headstart.data.sources import source_files
+from headstart.data.sources.sources import source_files
 from headstart.heads.files import explain_read, json_text, read_json, sha256_file
 from headstart.heads.formats.sidecar import ADDED, SIDECAR, seal
 from headstart.heads.targets.target import TargetConfig

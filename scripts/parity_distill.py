@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.config import DistillConfig, ServerConfig
-from headstart.data.distill import distill
+from headstart.data.distilling.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
-from headstart.data.sources import read_jsonl
+from headstart.data.sources.sources import read_jsonl
 from headstart.heads.targets.fetch import default_cache
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.console import Console
+from headstart.data.choosing.asked import read_prompts
 from headstart.data.packing import POOL, make_packs
-from headstart.data.sources import read_prompts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
 from headstart.heads.numerics import DTYPES

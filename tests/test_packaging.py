@@ -128,7 +128,7 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
         "    except ModuleNotFoundError as error:\n"
         "        if error.name != 'triton' or not name.endswith('_kernels'): raise\n"
         "from headstart.recipes.load import load_recipe\n"
-        "from headstart.data.sources import load_conversations\n"
+        "from headstart.data.sources.sources import load_conversations\n"
         "recipe = load_recipe('quickstart')\n"
         "from headstart.commands.scripts import write_scripts\n"
         f"write_scripts(__import__('pathlib').Path({str(tmp_path / 'cluster')!r}))\n"

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headstart.data.answering import Answer, Answerer, Request, Requests
+from headstart.data.chat.rendering import RefusedError
 from headstart.data.config import DistillConfig
+from headstart.data.distilling.answering import Answer, Answerer, Request, Requests
 from headstart.data.features import Progress
-from headstart.data.messages import Message
 from headstart.data.prompts import Chats, Prompt
-from headstart.data.records import FINISH
-from headstart.data.rendering import RefusedError
+from headstart.data.records.conversation import FINISH
+from headstart.data.records.messages import Message
 from headstart.data.serving.engines import cannot_ask, request_body
 from headstart.data.serving.found import REQUEST_HASH, adopt
 from headstart.data.serving.parity import require_same_prompt

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.data.answering import Request
-from headstart.data.chat import ChatFormat
+from headstart.data.chat.chat import ChatFormat
+from headstart.data.chat.rendering import PROBE
 from headstart.data.config import DistillConfig, ServerConfig
-from headstart.data.rendering import PROBE
+from headstart.data.distilling.answering import Request
 from headstart.data.serving.engines import context_of, recognise, request_body, require_settings
 from headstart.data.serving.http import Connection, Named, StatusError, model_entry
 from headstart.data.serving.parity import require_same_prompt

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.answering import Request
 from headstart.data.config import DistillConfig
-from headstart.data.messages import wire_message
+from headstart.data.distilling.answering import Request
+from headstart.data.records.messages import wire_message
 from headstart.data.serving.checks import found
 from headstart.data.serving.http import Connection
 from headstart.heads.errors import ConfigError, ServerError

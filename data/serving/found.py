@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headstart.data.answer_file import belongs_to, record_line
+from headstart.data.distilling.answer_file import belongs_to, record_line
 from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
-from headstart.data.records import parse_record
+from headstart.data.records.conversation import parse_record
 from headstart.heads.files import atomic_write, explain_disk
 
 #: field of a record's turn: the hash of its request

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from headstart.data.answering import Request
+from headstart.data.distilling.answering import Request
 from headstart.data.serving.checks import one_line, parsed
 from headstart.data.serving.http import TIMEOUT
 from headstart.data.serving.pool import Server

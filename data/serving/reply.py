@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.messages import REASONING, Message, read_message
+from headstart.data.records.messages import REASONING, Message, read_message
 from headstart.data.serving.checks import error_text, found, one_line, optional, parsed, whole
 from headstart.heads.errors import DataError, ServerError
 

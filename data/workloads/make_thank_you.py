@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from headstart.data.config import DistillConfig
-from headstart.data.distill import distill
+from headstart.data.distilling.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.heads.files import write_text
 from headstart.heads.targets.load import load_target

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from headstart.data.answering import Answer, Answerer, Request, Requests
 from headstart.data.config import DistillConfig
+from headstart.data.distilling.answering import Answer, Answerer, Request, Requests
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import slots_needed
 from headstart.eval.decoding.engine import Engine

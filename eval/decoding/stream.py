@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.data.answering import Answer, Request, Requests
+from headstart.data.distilling.answering import Answer, Request, Requests
 from headstart.eval.decoding.admission import admit_rows
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.graphs import CycleGraphs, Table, uncaptured_cycles

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from headstart.data.features import Progress
-from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt
+from headstart.data.records.media import dropped_lines
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
 from headstart.eval.decoding.memory import require_attention, require_chain

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headstart.data.chat.rendering import RefusedError
 from headstart.data.prompts import Chats, Prompt
-from headstart.data.rendering import RefusedError
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.measuring.conversations import Conversations

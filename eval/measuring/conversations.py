@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headstart.data.features import Progress
-from headstart.data.messages import Message
 from headstart.data.prompts import Prompt
-from headstart.data.records import unread_note
+from headstart.data.records.conversation import unread_note
+from headstart.data.records.messages import Message
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from headstart.data.sources import read_jsonl
+from headstart.data.sources.sources import read_jsonl
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.drafters import DRAFTERS
 from headstart.eval.measuring.metrics import Acceptance, acceptance

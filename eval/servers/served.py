@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from headstart.data.features import Progress
-from headstart.data.media import dropped_lines
-from headstart.data.messages import Message, wire_message
 from headstart.data.prompts import Prompt
+from headstart.data.records.media import dropped_lines
+from headstart.data.records.messages import Message, wire_message
 from headstart.data.serving.http import served_model
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle

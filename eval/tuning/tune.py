@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headstart.data.features import Progress
-from headstart.data.media import dropped_lines
+from headstart.data.records.media import dropped_lines
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.memory import memory_of

@@ -41,8 +41,8 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.encoding import Encoder
 from headstart.data.prepare import prepare, tokenize
 from headstart.data.prompts import Chats
-from headstart.data.records import Conversation
-from headstart.data.sources import load_conversations
+from headstart.data.records.conversation import Conversation
+from headstart.data.sources.sources import load_conversations
 from headstart.heads.errors import DataError
 from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.fetch import fetch_target

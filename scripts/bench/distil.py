@@ -18,11 +18,12 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from headstart.bench.timing import add_rows
-from headstart.data.answering import Answer, Answerer, Request, Requests
+from headstart.data.choosing.asked import read_prompts
 from headstart.data.config import DistillConfig, SourceConfig
-from headstart.data.distill import distill
+from headstart.data.distilling.answering import Answer, Answerer, Request, Requests
+from headstart.data.distilling.distill import distill
 from headstart.data.prompts import Chats, Prompt
-from headstart.data.sources import read_jsonl, read_prompts
+from headstart.data.sources.sources import read_jsonl
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.eval.kernels.launch import wake_compiler
 from headstart.heads.errors import DataError

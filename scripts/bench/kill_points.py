@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data.config import DistillConfig
-from headstart.data.distill import distill
+from headstart.data.distilling.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.heads.targets.target import Target, TargetConfig

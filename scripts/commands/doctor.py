@@ -88,7 +88,7 @@ def _machine() -> list[Check]:
 
 def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     from headstart import identity
-    from headstart.data.chat import ChatFormat
+    from headstart.data.chat.chat import ChatFormat
     from headstart.heads.targets.load import weightless_target
     from headstart.recipes.load import load_recipe
     from headstart.refusals import QUESTIONS, Question
@@ -141,9 +141,10 @@ def _look(data: DataConfig, target: Target | None) -> str:
 
     Raises: DataError where a record cannot be read, or none of them can be trained on.
     """
-    from headstart.data.media import dropped_lines
+    from headstart.data.choosing.asked import read_prompts
     from headstart.data.prepare import tokenize
-    from headstart.data.sources import load_conversations, read_prompts
+    from headstart.data.records.media import dropped_lines
+    from headstart.data.sources.sources import load_conversations
     from headstart.heads.errors import DataError
 
     def first(sources: list[SourceConfig]) -> list[SourceConfig]:

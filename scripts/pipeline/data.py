@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headstart.data.choosing.shingles import of_messages
 from headstart.data.config import SourceConfig
 from headstart.data.own_choice import OwnChoice
 from headstart.data.prepare import PreparedData
 from headstart.data.prepare import prepare as prepare_data
 from headstart.data.ranks import ALONE, Ranks
-from headstart.data.records import opening
+from headstart.data.records.conversation import opening
 from headstart.data.samples import Sample
-from headstart.data.shingles import of_messages
 from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
 from headstart.eval.prompts import eval_prompts
 from headstart.heads.errors import DataError

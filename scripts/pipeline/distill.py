@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.data import distill as distillation
-from headstart.data.answer_file import parts_of, skipped_of
-from headstart.data.answering import Answerer, OwnForward
+from headstart.data.choosing.asked import read_prompts
+from headstart.data.distilling import distill as distillation
+from headstart.data.distilling.answer_file import parts_of, skipped_of
+from headstart.data.distilling.answering import Answerer, OwnForward
 from headstart.data.prompts import Prompt
 from headstart.data.ranks import ALONE, Ranks, portable
-from headstart.data.rejects import Rejects
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect
 from headstart.data.serving.found import unasked_of
-from headstart.data.sources import read_prompts
+from headstart.data.sources.rejects import Rejects
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.heads.errors import DataError, TargetError
 from headstart.heads.targets.target import Target

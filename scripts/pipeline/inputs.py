@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from headstart import identity
+from headstart.data.choosing.split import KEEPING_RULE, rule_of
 from headstart.data.config import DataConfig, DistillConfig
-from headstart.data.split import KEEPING_RULE, rule_of
 from headstart.pipeline.markers import Markers
 from headstart.recipes.load import to_dict
 from headstart.recipes.schema import Recipe

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from headstart.console import Console
+from headstart.data.choosing.duplicates import require_minhash
 from headstart.data.config import DistillConfig
-from headstart.data.duplicates import require_minhash
 from headstart.data.prepare import PreparedData
-from headstart.data.sources import load_conversations
+from headstart.data.sources.sources import load_conversations
 from headstart.directory_lock import locked
 from headstart.eval.prompts import eval_prompts
 from headstart.heads.batch import FeatureSpec

@@ -17,7 +17,7 @@ from headstart.heads.targets.target import Target, TargetConfig
 @pytest.fixture
 def make_chat():
     """make_chat(family, pad=…, template=…, **template_kwargs) → ChatFormat over a readable tokenizer."""
-    from headstart.data.chat import ChatFormat
+    from headstart.data.chat.chat import ChatFormat
 
     def make(family: str, pad: str | None = None, template: str | None = None, **kwargs) -> ChatFormat:
         eos, bos, stops = ENDS[family]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from reference.hostile import VALUES, mutated, within_seconds
 
+from headstart.data.choosing.asked import read_prompts
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import prepare
 from headstart.data.prompts import prompt_of
-from headstart.data.sources import load_conversations, read_prompts
+from headstart.data.sources.sources import load_conversations
 from headstart.eval.prompts import data_label, describe_data, load_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from chat_templates import TEMPLATES, word_tokenizer
 
+from headstart.data.choosing.split import Split
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.inspection import as_json, characters, find_samples, pieces, shown_tokens, token_texts
 from headstart.data.prepare import PreparedData, TokenizeReport, tokenize
-from headstart.data.records import Conversation
+from headstart.data.records.conversation import Conversation
 from headstart.data.samples import Sample
-from headstart.data.split import Split
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.vocab import membership
 

@@ -11,9 +11,9 @@ import torch
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.encoding import encode_token_turns
 from headstart.data.prepare import prepare, tokenize
-from headstart.data.records import Conversation, TokenTurn
+from headstart.data.records.conversation import Conversation, TokenTurn
 from headstart.data.samples import Sample, require_supervised, token_counts
-from headstart.data.sources import load_conversations
+from headstart.data.sources.sources import load_conversations
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 
 END = 9

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from headstart.data.choosing.asked import read_prompts
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import prepare
-from headstart.data.sources import load_conversations, read_prompts, workload_path
+from headstart.data.sources.sources import load_conversations, workload_path
 
 STOP = 2  # <|im_end|> of SmolLM2
 

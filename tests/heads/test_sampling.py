@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from headstart.data.answering import choose
 from headstart.data.config import DistillConfig
+from headstart.data.distilling.answering import choose
 from headstart.data.row_random import draw_at
 from headstart.eval.decoding.sampling import Sampling, probabilities
 from headstart.heads.sampling import FARTHEST, distribution, logit_of_best

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from headstart.data.chat import ChatFormat, Encoded, RefusedError
+from headstart.data.chat.chat import ChatFormat, Encoded, RefusedError
 
 
 def encode_slowly(

@@ -88,7 +88,7 @@ def test_target_list(headstart: Callable, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_eval_passes_template_variables(
     headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstart.data.chat import ChatFormat
+    from headstart.data.chat.chat import ChatFormat
 
     template = tmp_path / "shout.jinja"
     template.write_text(

@@ -20,7 +20,7 @@ import pytest
 from train_fakes import forked
 
 from headstart.cli import main
-from headstart.data import answer_file
+from headstart.data.distilling import answer_file
 from headstart.heads.files import sha256_file
 
 #: the step that a write belongs to, by the path within the run directory

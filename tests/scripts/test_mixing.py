@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.data.split import KEEPING_RULE
+from headstart.data.choosing.split import KEEPING_RULE
 
 
 def records(name: str, count: int, words: int = 12) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from train_fakes import forked
 
 from headstart.cli import main
+from headstart.data.choosing.split import Split
 from headstart.data.prepare import PreparedData, TokenizeReport
 from headstart.data.samples import Sample
-from headstart.data.split import Split
 from headstart.directory_lock import locked
 from headstart.eval.measuring.verdict import lines_of
 from headstart.heads.errors import TrainingError

@@ -13,7 +13,7 @@ from chat_templates import TEMPLATES, word_tokenizer
 from train_fakes import on_two_ranks
 
 from headstart.data import encoding
-from headstart.data.chat import ChatFormat
+from headstart.data.chat.chat import ChatFormat
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
 from headstart.train.sharing.distributed import all_ranks
@@ -37,15 +37,15 @@ def write(path: Path, count: int = COUNT, broken: int | None = None) -> DataConf
 
 def outcome(config: DataConfig) -> dict:
     """What a rank prepares, or the error that it raises, and how many conversations it encoded itself."""
-    tokenizer, encoded, plan = word_tokenizer(TEMPLATE, "<|im_end|>"), [], ChatFormat.plan
+    tokenizer, encoded, parts = word_tokenizer(TEMPLATE, "<|im_end|>"), [], ChatFormat.parts
 
-    def counting(chat, request):
-        encoded.append(request.messages)
-        if "poison" in str(request.messages):
+    def counting(chat, messages, *others):
+        encoded.append(messages)
+        if "poison" in str(messages):
             raise ZeroDivisionError("poisoned")
-        return plan(chat, request)
+        return parts(chat, messages, *others)
 
-    with mock.patch.object(encoding, "BLOCK", 4), mock.patch.object(ChatFormat, "plan", counting):
+    with mock.patch.object(encoding, "BLOCK", 4), mock.patch.object(ChatFormat, "parts", counting):
         try:
             made = prepare(config, tokenizer, [tokenizer.eos_token_id], ranks=all_ranks())
         except Exception as error:

@@ -11,7 +11,7 @@ from serving_help import FAST, digits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data.config import DistillConfig, ServerConfig
-from headstart.data.distill import distill
+from headstart.data.distilling.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect

@@ -9,13 +9,13 @@ from chat_templates import TEMPLATES, word_tokenizer
 from openai_server import State, answer_to, serving
 from serving_help import digits, prompts_of
 
-from headstart.data.answering import Request
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
+from headstart.data.distilling.answering import Request
 from headstart.data.prepare import tokenize
 from headstart.data.prompts import Prompt, prompt_of
-from headstart.data.records import parse_record
+from headstart.data.records.conversation import parse_record
 from headstart.data.serving.answerer import request_hash
-from headstart.data.sources import load_conversations
+from headstart.data.sources.sources import load_conversations
 
 LIKE_VLLM = {"owner": "vllm", "ids": True}
 LIKE_OTHERS = {"owner": "llamacpp", "ids": False}

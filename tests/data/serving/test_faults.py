@@ -9,9 +9,9 @@ import pytest
 from openai_server import answer_to, serving
 from serving_help import FAST, digits, prompts_of
 
-from headstart.data.answer_file import AnswerFile
-from headstart.data.answering import Request, Requests
 from headstart.data.config import DistillConfig, ServerConfig
+from headstart.data.distilling.answer_file import AnswerFile
+from headstart.data.distilling.answering import Request, Requests
 from headstart.data.prompts import Chats
 from headstart.data.serving.answerer import ServerAnswerer
 from headstart.data.serving.connect import connect

@@ -138,7 +138,7 @@ def encode_messages(
 @cache
 def chat_of(family: str, kind: str, tagged: bool = False) -> Any:
     """The code under test."""
-    from headstart.data.chat import ChatFormat
+    from headstart.data.chat.chat import ChatFormat
 
     known, tokens = FAMILIES[family], tokenizer(family, kind, tagged)
     return ChatFormat(tokens, tokens.convert_tokens_to_ids(list(known.stops)), known.variables)
@@ -146,7 +146,7 @@ def chat_of(family: str, kind: str, tagged: bool = False) -> Any:
 
 def families_ok() -> dict[str, bool]:
     """For every family, whether all its conversations have the right masks with all kinds of tokenizers."""
-    from headstart.data.rendering import RefusedError
+    from headstart.data.chat.rendering import RefusedError
 
     def right(family: str, conversation: str, kind: str) -> bool:
         expected = EXPECTED[family][conversation]

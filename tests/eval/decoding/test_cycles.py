@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from headstart.data.answering import Request, Requests, generate
 from headstart.data.config import DistillConfig
+from headstart.data.distilling.answering import Request, Requests, generate
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import Buffers

@@ -11,8 +11,8 @@ import torch
 from eval_help import VOCAB, run
 
 from headstart.bench.architectures import random_model
-from headstart.data.answering import Answer, Request, Requests
 from headstart.data.config import DistillConfig
+from headstart.data.distilling.answering import Answer, Request, Requests
 from headstart.eval.decoding import stream as module
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused.model import FusedModel

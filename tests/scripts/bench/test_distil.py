@@ -11,7 +11,7 @@ import pytest
 from headstart.bench.distil import measure, repeated
 from headstart.bench.kill_points import small_prompts, small_target
 from headstart.data.config import DistillConfig
-from headstart.data.distill import distill
+from headstart.data.distilling.distill import distill
 from headstart.eval.decoding.generation import EngineAnswerer
 from headstart.eval.decoding.session import Decoder
 

@@ -9,8 +9,8 @@ import pytest
 
 from headstart.bench import kill_points as module
 from headstart.bench.kill_points import kill_points
-from headstart.data import distill as distillation
-from headstart.data.answer_file import AnswerFile
+from headstart.data.distilling import distill as distillation
+from headstart.data.distilling.answer_file import AnswerFile
 
 
 @pytest.fixture(autouse=True)

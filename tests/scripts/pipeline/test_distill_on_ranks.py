@@ -12,8 +12,8 @@ import pytest
 from tiny_run import make_place
 from train_fakes import forked, free_port
 
-from headstart.data import answering
-from headstart.data.answer_file import AnswerFile
+from headstart.data.distilling import answering
+from headstart.data.distilling.answer_file import AnswerFile
 from headstart.eval.decoding.stream import Stream
 from headstart.train_on_ranks import main
 

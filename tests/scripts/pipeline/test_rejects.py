@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headstart.data.messages import Where
+from headstart.data.choosing.split import Split
 from headstart.data.prepare import PreparedData, TokenizeReport
-from headstart.data.rejects import Rejects
-from headstart.data.split import Split
+from headstart.data.records.messages import Where
+from headstart.data.sources.rejects import Rejects
 from headstart.heads.errors import DataError
 from headstart.pipeline.data import save_data_report
 

@@ -1,0 +1,1 @@
+"""Which conversations train and which are held out: gather.py begins, separate.py ends."""

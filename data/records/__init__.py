@@ -1,0 +1,1 @@
+"""A record of any layout becomes a `Conversation`: conversation.py begins; messages.py reads one message."""

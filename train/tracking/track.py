@@ -243,8 +243,6 @@ class Reporter:
 
     def advance(self, done: float) -> None:
         self._bar.update(min(done, self._bar.total or done))
-        if self._bar.told >= 0:  # the first line has the first record's numbers
-            self.screen.tell(self._bar)
 
     def record(self, step: int, values: dict[str, float], done: float) -> None:
         """Show the values of a record of metrics.jsonl."""

@@ -16,6 +16,7 @@ from headstart.commands import (
     doctor,
     evaluate,
     export,
+    init,
     inspect,
     launch,
     plan,
@@ -37,6 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(target.app, name="target")
+app.command("init")(init.command)
 app.command("distill")(distill.command)
 app.command("inspect")(inspect.command)
 app.command("plan")(plan.command)

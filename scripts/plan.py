@@ -19,6 +19,7 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
 from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.load import weightless_target
+from headstart.heads.targets.target import Target
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
@@ -117,11 +118,10 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
     check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
     target = weightless_target(dated_target(recipe))
     refuse_ahead(recipe, target)
-    target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
-    target.embed_VD = target.model.get_input_embeddings().weight
+    in_dtype(target, recipe)
     head, data = planned_training(recipe, target), data_of(run or Run(recipe, console, target), launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
-    layout = _layout(recipe, launch, node_ranks, data.supervised)
+    layout = run_layout(recipe, launch, node_ranks, data.supervised)
     if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:
         notes.append("train.parallel=auto counts as replicated; to plan for FSDP2, add train.parallel=fsdp2")
     if recipe.joint.enabled:
@@ -169,7 +169,13 @@ def drawn_note(head: Head, layout: Layout) -> str | None:
     return f"a step trains the head at {drawn:.0f} of a pack's {supervised:.0f} supervised rows, drawn anew every time"
 
 
-def _layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:
+def in_dtype(target: Target, recipe: Recipe) -> None:
+    """Give a target without weights the dtype that a run has; auto counts as bfloat16."""
+    target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
+    target.embed_VD = target.model.get_input_embeddings().weight
+
+
+def run_layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:
     """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated."""
     tuned = recipe.joint.enabled or recipe.target.adapter is not None
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")

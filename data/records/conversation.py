@@ -149,7 +149,7 @@ def parse_record(
         expected = ", ".join([*LAYOUTS.values(), "prompt_token_ids"])
         remedy = ": a file that holds one list is named .json" if isinstance(record, list) else ""
         raise DataError(f"{where}: found {kind(record)}, expected a JSON object with one of {expected}{remedy}")
-    layout = _layout(record, where) if layout == "auto" else layout
+    layout = layout_of(record, where) if layout == "auto" else layout
     if layout in REQUEST:
         record, raw = read_request(record, layout, where)
         used: tuple[str, ...] = ()
@@ -189,7 +189,8 @@ def parse_record(
     )
 
 
-def _layout(record: dict[str, Any], where: Where) -> str:
+def layout_of(record: dict[str, Any], where: Where) -> str:
+    """The key of LAYOUTS whose fields the record has, or token_ids. Raises: DataError naming the fields that it has."""
     there = [name for name, key in LAYOUTS.items() if record.get(key) is not None]
     if isinstance(record.get("prompt"), str) and record.get("completion") is not None:
         there.append("prompt_response")

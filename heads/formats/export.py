@@ -119,6 +119,27 @@ def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) ->
         compare_settings(map_foreign(raw, head.dims), held.settings or head.config, head.dims, str(place))
 
 
+def engines_that_load(head: Head, provenance: dict[str, Any]) -> list[str]:
+    """Keys of the engines that load what an export of this head writes, judged by names and shapes alone.
+
+    Args: head, provenance: as for `check_ahead`.
+    """
+    able = []
+    for key, engine in FORMATS.items():
+        if head.family not in engine.serves:
+            continue
+        written = PORTABLE if engine.loads_portable(head.family) else key
+        try:
+            held = contents(head, written, provenance)
+            if held.layout != COMPACT and check_checkpoint(
+                ImaginedCheckpoint.of(held, Path(f"the export for {written}")), head.dims
+            ).loads(key):
+                able.append(key)
+        except FormatError:
+            continue
+    return able
+
+
 @dataclass
 class ImaginedCheckpoint(RawCheckpoint):
     """A directory that is not written yet. Tensors on the meta device read as ones."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-VERBS = "distill inspect plan train eval tune export report run doctor recipe launch scripts target".split()
+VERBS = "init distill inspect plan train eval tune export report run doctor recipe launch scripts target".split()
 COMMANDS = [*VERBS, "target fetch", "target list"]
 
 

@@ -18,19 +18,20 @@ import yaml
 from headstart.console import Console
 from headstart.data.config import SourceConfig
 from headstart.data.features import store_bytes
+from headstart.data.prepare import PreparedData
 from headstart.data.prompts import Chats
 from headstart.data.records import layout_of
 from headstart.data.sources import load_conversations, read_prompts, read_records, source_files
 from headstart.hardware import GIB, Hardware
 from headstart.heads.base import Head
-from headstart.heads.errors import DataError, HeadstartError, StorageError
+from headstart.heads.errors import ConfigError, DataError, HeadstartError, StorageError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import require_disk
 from headstart.heads.formats.export import engines_that_load
 from headstart.heads.repository import is_repository
 from headstart.heads.targets.fetch import TARGETS
 from headstart.heads.targets.target import Target
-from headstart.pipeline.data import trained_samples
+from headstart.pipeline.data import prepare
 from headstart.pipeline.run import Run
 from headstart.plan import DataShape, Launch, data_of, in_dtype, plan_recipe, run_layout
 from headstart.recipes.load import load_recipe, shipped_recipes
@@ -67,6 +68,7 @@ class Found:
         answered: whether they have answers; else the target answers them before training.
         layouts: names of the layouts of their records.
         notes: what a person should know.
+        prepared: its samples, once they were made to see how long they are.
     """
 
     source: dict[str, Any]
@@ -74,6 +76,7 @@ class Found:
     answered: bool
     layouts: list[str]
     notes: list[str] = field(default_factory=list)
+    prepared: PreparedData | None = None
 
     @property
     def config(self) -> SourceConfig:
@@ -130,11 +133,13 @@ class Candidate:
 
     Attributes:
         base: the shipped recipe that the new one builds on.
+        settings: by dotted key, where the target needs other ones than the shipped recipe has.
         engines: keys of the engines that load it for this target.
     """
 
     family: str
     base: str
+    settings: dict[str, Any]
     engines: list[str]
 
 
@@ -155,19 +160,30 @@ def candidates(settings: Mapping[str, Any], target: Target) -> tuple[list[Candid
     """(heads that can be trained and decoded for the target, those that most engines serve first; family → why not).
 
     Args: settings: of target and data, by dotted key.
+    Raises: ConfigError where there is none.
     """
     able, refused = [], {}
     for family in FAMILIES:
         base = base_recipe(family, target.config.name)
         try:
-            recipe = recipe_of(base, settings)
+            own = _small_vocabulary(recipe_of(base, settings), target)
+            recipe = recipe_of(base, {**settings, **own})
             refuse_ahead(recipe, target)
             head = planned_head(recipe, target)
             origin = {"target": {"name": recipe.target.name, "revision": recipe.target.revision}}
-            able.append(Candidate(family, base, engines_that_load(head, origin)))
+            able.append(Candidate(family, base, own, engines_that_load(head, origin)))
         except HeadstartError as error:
             refused[family] = str(error)
+    if not able:
+        why = next(iter(refused.values()))
+        raise ConfigError(f"--target: {target.config.name}: no head can be trained for it: {why}")
     return sorted(able, key=lambda each: -len(each.engines)), refused
+
+
+def _small_vocabulary(recipe: Recipe, target: Target) -> dict[str, Any]:
+    """The setting that a target with fewer tokens than the usual draft vocabulary needs."""
+    size, most = getattr(recipe.head, "draft_vocab_size", 0), target.dims.vocab_size
+    return {"head.draft_vocab_size": most} if isinstance(size, int) and size > most else {}
 
 
 def recipe_of(base: str, settings: Mapping[str, Any]) -> Recipe:
@@ -209,9 +225,10 @@ def fitted(chosen: Candidate, basics: Mapping[str, Any], found: Found, target: T
     """
     ranks = hardware.gpus or 1
     launch = Launch(gpus=ranks, gpu_memory=hardware.gib, samples=found.count if found.config.dataset else None)
-    settings = {**basics, "head.type": chosen.family, **_of_head(recipe_of(chosen.base, basics), hardware)}
+    basic = recipe_of(chosen.base, {**basics, **chosen.settings})
+    settings = {**basics, "head.type": chosen.family, **_of_head(basic, hardware)}
     if not found.answered:
-        own = recipe_of(chosen.base, basics).data.distill.max_new_tokens
+        own = basic.data.distill.max_new_tokens
         settings["data.distill.max_new_tokens"] = own if hardware.gpus else min(own, 128)
     settings["data.max_length"] = min(LONGEST, target.positions)
     run = Run(recipe_of(chosen.base, settings), QUIET, target)
@@ -271,7 +288,10 @@ def _of_head(recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
     values = {key: getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) for key in keys}
     if hardware.gpus:
         return {key: value for key, value in values.items() if value is not None}
+    # 0 drafts all tokens, which some heads must
     smaller = {key: value for key, value in CPU.items() if not key.startswith("head.") or values.get(key)}
+    for key in ("head.depth", "head.draft_vocab_size"):
+        smaller |= {key: min(values[key], CPU[key])} if key in smaller else {}
     return {key: value for key, value in {**values, **smaller}.items() if value is not None}
 
 
@@ -281,8 +301,7 @@ def _max_length(found: Found, run: Run, target: Target) -> int:
     if found.config.dataset:
         return min(2048, most)
     if found.answered:
-        trained_samples(run)
-        assert run.prepared is not None
+        run.prepared = found.prepared = found.prepared or prepare(run)
         longest = max(len(sample) for sample in (*run.prepared.train, *run.prepared.held_out))
     else:
         chats = Chats(target.tokenizer, target.stop_token_ids)

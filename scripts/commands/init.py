@@ -103,11 +103,12 @@ def make(asker: Asker, given: dict[str, str | None], out: Path | None, force: bo
         for each in able:
             say(wrapped(f"  {each.family:<8} {engines_in_words(each.engines)}", 11))
     chosen: Candidate = asker.get(
-        "Head", "--head", given["head"], able[0].family if able else None, lambda text: pick(text, able, refused)
+        "Head", "--head", given["head"], able[0].family, lambda text: pick(text, able, refused)
     )
     say(f"head: {chosen.family}: {engines_in_words(chosen.engines)}")
     say("planning what fits …")
-    made = fitted(chosen, basics, found, target, hardware)
+    tried = [chosen] if given["head"] or asker.asks else able
+    chosen, made = first_that_fits(tried, lambda each: fitted(each, basics, found, target, hardware), say)
     text = recipe_text(made, chosen, found, hardware, place)
     check_text(text, place, made.settings)
     write_new(place, text, force)
@@ -119,6 +120,28 @@ def make(asker: Asker, given: dict[str, str | None], out: Path | None, force: bo
         "peak_gib": plan.peak / 2**30, "device_gib": hardware.gib, "settings": made.settings,
         "next": next_commands(place, hardware, made),
     }  # fmt: skip
+
+
+def first_that_fits(
+    tried: list[Candidate], fit: Callable[[Candidate], Fitted], say: Callable[[str], None]
+) -> tuple[Candidate, Fitted]:
+    """The first of these heads that fits. Raises: ConfigError of the first one where none does."""
+    from headstart.heads.errors import ConfigError, first_line
+
+    refusals: list[ConfigError] = []
+    for each in tried:
+        try:
+            made = fit(each)
+        except ConfigError as error:
+            refusals.append(error)
+            say(f"{each.family}: {first_line(error)}")
+            continue
+        if refusals:
+            say(f"head: {each.family} instead, which fits: {engines_in_words(each.engines)}")
+        return each, made
+    raise ConfigError(
+        f"--gpu: nothing fits. {refusals[0]} Or take a smaller --target, a larger card, or several: --gpu 8xH100"
+    )
 
 
 def _stem(found: Found) -> str:

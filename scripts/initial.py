@@ -16,12 +16,13 @@ from typing import Any
 import yaml
 
 from headstart.console import Console
+from headstart.data.choosing.asked import read_prompts
 from headstart.data.config import SourceConfig
 from headstart.data.features import store_bytes
 from headstart.data.prepare import PreparedData
 from headstart.data.prompts import Chats
-from headstart.data.records import layout_of
-from headstart.data.sources import load_conversations, read_prompts, read_records, source_files
+from headstart.data.records.conversation import layout_of
+from headstart.data.sources.sources import load_conversations, read_records, source_files
 from headstart.hardware import GIB, Hardware
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, StorageError

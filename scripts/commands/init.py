@@ -66,7 +66,8 @@ class Asker:
                 raise ConfigError(f"{option}: not given, and there is no terminal to ask: add {option} …")
             return read(default)
         while True:
-            answer = typer.prompt(question, default=default, err=True)
+            with self.console.screen.hold():
+                answer = typer.prompt(question, default=default, err=True)
             try:
                 return read(answer.strip())
             except HeadstartError as error:
@@ -84,7 +85,8 @@ def make(asker: Asker, given: dict[str, str | None], out: Path | None, force: bo
     if out is not None:
         require_free(out, force)
     name = asker.get("Target (registered name, directory or Hub id)", "--target", given["target"], TARGET, str)
-    target = weightless_target(TargetConfig(name=name))
+    with asker.console.phase("reading the target's config"):
+        target = weightless_target(TargetConfig(name=name))
     dims = target.dims
     say(f"target: {dims.model_type}, {dims.num_layers} layers, hidden {dims.hidden_size}; read without weights")
     found: Found = asker.get("Data (file of conversations or prompts)", "--data", given["data"], None, look_at)
@@ -98,7 +100,8 @@ def make(asker: Asker, given: dict[str, str | None], out: Path | None, force: bo
     own = f"{_stem(found)}.yaml"
     place = out or asker.get("Recipe file", "--out", None, own, lambda text: _free(Path(text), force))
     basics = basic_settings(name, found, hardware, place.name.removesuffix(".yaml"))
-    able, refused = candidates(basics, target)
+    with asker.console.phase("comparing heads"):
+        able, refused = candidates(basics, target)
     if asker.asks and given["head"] is None:
         for each in able:
             say(wrapped(f"  {each.family:<8} {engines_in_words(each.engines)}", 11))
@@ -106,9 +109,9 @@ def make(asker: Asker, given: dict[str, str | None], out: Path | None, force: bo
         "Head", "--head", given["head"], able[0].family, lambda text: pick(text, able, refused)
     )
     say(f"head: {chosen.family}: {engines_in_words(chosen.engines)}")
-    say("planning what fits …")
     tried = [chosen] if given["head"] or asker.asks else able
-    chosen, made = first_that_fits(tried, lambda each: fitted(each, basics, found, target, hardware), say)
+    with asker.console.phase("planning what fits"):
+        chosen, made = first_that_fits(tried, lambda each: fitted(each, basics, found, target, hardware), say)
     text = recipe_text(made, chosen, found, hardware, place)
     check_text(text, place, made.settings)
     write_new(place, text, force)

@@ -41,8 +41,9 @@ def many(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def target_8b(tiny_target: Path, tmp_path: Path) -> Path:
-    """Llama-3.1-8B by its config.json, without weights."""
+def target_8b(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Llama-3.1-8B by its config.json, without weights. The disk has a TiB free, whatever this machine's has."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 40}))
     place = tmp_path / "target-8b"
     place.mkdir()
     for file in tiny_target.glob("tokenizer*"):

@@ -129,6 +129,7 @@ def train(
     """
     config.check()
     accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
+    provenance = make_provenance(accelerator.device) if provenance is None else provenance
     return TrainingLoop(
         head, data, teacher, config, Path(run_dir), observers, accelerator, chain, provenance, final_checkpoint
     ).run()
@@ -139,7 +140,7 @@ class TrainingLoop:
 
     def __init__(
         self, head: Head, data: TrainData, teacher: Teacher, config: TrainConfig, run_dir: Path, observers: Observers,
-        accelerator: Accelerator, chain: int | None, provenance: dict[str, Any] | None, final_checkpoint: bool,
+        accelerator: Accelerator, chain: int | None, provenance: dict[str, Any], final_checkpoint: bool,
     ):  # fmt: skip
         self.config, self.observers, self.final_checkpoint = config, observers, final_checkpoint
         rank, size = accelerator.process_index, accelerator.num_processes
@@ -168,7 +169,6 @@ class TrainingLoop:
         if self.captured is not None:
             self.captured.during = lambda: self.standing.screen.phase("capturing", said=False)
         self.health = Health(self.standing, head, writer, fetcher.again, device)
-        provenance = make_provenance(device) if provenance is None else provenance
         self.saving = Saving(self.standing, self.health, self.parallel, writer, provenance)
 
     def run(self) -> TrainResult:

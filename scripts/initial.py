@@ -183,8 +183,9 @@ def candidates(settings: Mapping[str, Any], target: Target) -> tuple[list[Candid
 
 def _small_vocabulary(recipe: Recipe, target: Target) -> dict[str, Any]:
     """The setting that a target with fewer tokens than the usual draft vocabulary needs."""
-    size, most = getattr(recipe.head, "draft_vocab_size", 0), target.dims.vocab_size
-    return {"head.draft_vocab_size": most} if isinstance(size, int) and size > most else {}
+    most = target.dims.vocab_size
+    fixed = recipe.head.vocabulary_share is None
+    return {"head.draft_vocab_size": most} if fixed and recipe.head.draft_tokens(most) > most else {}
 
 
 def recipe_of(base: str, settings: Mapping[str, Any]) -> Recipe:
@@ -248,7 +249,7 @@ def _fitting(
 ) -> dict[str, Any]:
     """The settings that make the run fit; none where nothing does, which the plan then explains."""
     device = int((launch.gpu_memory or 0) * GIB)
-    layers = getattr(recipe_of(base, settings).head, "layers", 1)
+    layers = vars(recipe_of(base, settings).head).get("layers", 1)
     for count in range(layers, 0, -1):
         changes: dict[str, Any] = {"head.layers": count} if layers > 1 else {}
         recipe = recipe_of(base, {**settings, **changes})
@@ -284,15 +285,15 @@ def _features(recipe: Recipe, target: Target, head: Head, layout: Layout, shape:
 
 def _of_head(recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
     """The head's and the run's settings that a person changes first: as inherited, or smaller for a CPU."""
-    keys = ["head.depth", "train.epochs", "train.lr", "eval.limit", "eval.max_new_tokens"]
-    keys += ["head.draft_vocab_size"] if hasattr(recipe.head, "draft_vocab_size") else []
-    values = {key: getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) for key in keys}
+    keys = ["head.depth", "head.draft_vocab_size", "train.epochs", "train.lr", "eval.limit", "eval.max_new_tokens"]
+    parts = {key: (vars(getattr(recipe, key.split(".")[0])), key.split(".")[1]) for key in keys}
+    values = {key: node[name] for key, (node, name) in parts.items() if name in node}
     if hardware.gpus:
         return {key: value for key, value in values.items() if value is not None}
     # 0 drafts all tokens, which some heads must
     smaller = {key: value for key, value in CPU.items() if not key.startswith("head.") or values.get(key)}
     for key in ("head.depth", "head.draft_vocab_size"):
-        smaller |= {key: min(values[key], CPU[key])} if key in smaller else {}
+        smaller |= {key: min(values[key], CPU[key])} if key in smaller and type(values[key]) is int else {}
     return {key: value for key, value in {**values, **smaller}.items() if value is not None}
 
 

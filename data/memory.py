@@ -13,6 +13,7 @@ from headstart.data.features import FeatureSource, Progress, argmax_rows, extrac
 from headstart.data.samples import Sample, answer_turns
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
+from headstart.heads.host_memory import free_bytes
 from headstart.heads.targets.target import Target
 from headstart.heads.transfer import to_device
 
@@ -80,9 +81,7 @@ def require_memory(needed_bytes: int, device: torch.device) -> None:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        import psutil
-
-        free = psutil.virtual_memory().available
+        free = free_bytes()
     if needed_bytes > MEMORY_SHARE * free:
         raise StorageError(
             f"data.features=memory: the hidden states need {needed_bytes / 2**30:.1f} GiB, expected at most "

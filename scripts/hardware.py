@@ -83,7 +83,7 @@ def _here() -> Hardware:
     if not torch.cuda.is_available():
         return _cpu()
     count, name = torch.cuda.device_count(), device_name("cuda:0")
-    size = local_device_bytes() or 0
+    size = local_device_bytes(torch.device("cuda"))
     return Hardware(count, size / GIB, f"{count} × {name}" if count > 1 else name)
 
 

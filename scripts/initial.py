@@ -18,11 +18,11 @@ import yaml
 from headstart.console import Console
 from headstart.data.choosing.asked import read_prompts
 from headstart.data.config import SourceConfig
-from headstart.data.features import store_bytes
 from headstart.data.prepare import PreparedData
 from headstart.data.prompts import Chats
 from headstart.data.records.conversation import layout_of
 from headstart.data.sources.sources import load_conversations, read_records, source_files
+from headstart.fit import in_dtype, layout_of
 from headstart.hardware import GIB, Hardware
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, StorageError
@@ -34,7 +34,7 @@ from headstart.heads.targets.fetch import TARGETS
 from headstart.heads.targets.target import Target
 from headstart.pipeline.data import prepare
 from headstart.pipeline.run import Run
-from headstart.plan import DataShape, Launch, data_of, in_dtype, plan_recipe, run_layout
+from headstart.plan import DataShape, Launch, data_of, plan_recipe
 from headstart.recipes.load import load_recipe, shipped_recipes
 from headstart.recipes.read import read_layer
 from headstart.recipes.schema import Recipe
@@ -253,28 +253,30 @@ def _fitting(
     for count in range(layers, 0, -1):
         changes: dict[str, Any] = {"head.layers": count} if layers > 1 else {}
         recipe = recipe_of(base, {**settings, **changes})
-        in_dtype(target, recipe)
+        where = launch.device(recipe)
+        in_dtype(target, recipe, where)
         head = planned_training(recipe, target)
-        layout = run_layout(recipe, launch, launch.gpus, shape.supervised)
+        ranks = launch.gpus
+        layout = replace(layout_of(recipe, where, ranks, ranks, ranks, shape.supervised, 0), features="online")
         for change, tried in (("", layout), *remedies(layout, head)):
             changes |= {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in change.split())}
             peak = memory_of(target, head, tried)[1]
             if peak <= device:
-                kept = _features(recipe, target, head, tried, shape, device - peak)
+                kept = _features(recipe, target, head, tried, shape, device)
                 return {**changes, "data.features": kept}
     return {}
 
 
-def _features(recipe: Recipe, target: Target, head: Head, layout: Layout, shape: DataShape, free: int) -> str:
+def _features(recipe: Recipe, target: Target, head: Head, layout: Layout, shape: DataShape, device: int) -> str:
     """Where the features are kept: on a GPU that has room for all of them, else live; on a CPU on disk, if it has room.
 
-    Args: free: bytes of the device that the run leaves.
+    Args: device: bytes of its memory.
     """
-    rows = store_bytes(shape.tokens, target.dims.hidden_size, len(head.spec.layer_ids), target.dtype)
     if head.spec.tokens_alone:
         return "online"
     if recipe.target.device != "cpu":
-        return "memory" if layout.ranks == 1 and rows <= free else "online"
+        held = replace(layout, features="memory", tokens=shape.tokens)
+        return "memory" if layout.ranks == 1 and memory_of(target, head, held)[1] <= device else "online"
     stored = disk_of(target, head, recipe.train, replace(layout, features="stored"), None, shape.tokens)
     try:
         require_disk(Path(recipe.run_dir), sum(stored.values()), "the run")

@@ -15,11 +15,10 @@ from rich.text import Text
 from headstart.console import Console
 from headstart.data.choosing.asked import read_prompts
 from headstart.data.packing import POOL, make_packs
+from headstart.fit import in_dtype, layout_of
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
-from headstart.heads.numerics import DTYPES
-from headstart.heads.targets.load import weightless_target
-from headstart.heads.targets.target import Target
+from headstart.heads.targets.load import resolve_device, weightless_target
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
@@ -45,7 +44,7 @@ class Launch:
     """The launch to plan for. A recipe does not describe it; the options of `headstart plan` do.
 
     Attributes:
-        gpus: GPUs of one machine.
+        gpus: GPUs of one machine; 0 = this machine's, or its processor where there is none.
         nodes: number of machines.
         gpu_memory: GiB of one card; None asks the cards of this machine.
         tokens_per_s: of the whole launch, as `python -m headstart.bench.scaling` measures it; None estimates it.
@@ -54,7 +53,7 @@ class Launch:
         mean_tokens: mean length of these samples; None takes data.max_length.
     """
 
-    gpus: int
+    gpus: int = 0
     nodes: int = 1
     gpu_memory: float | None = None
     tokens_per_s: float | None = None
@@ -62,10 +61,20 @@ class Launch:
     samples: int | None = None
     mean_tokens: float | None = None
 
+    def device(self, recipe: Recipe) -> torch.device:
+        """What computes: the CPU where the recipe says so, GPUs where the options speak of any, else what is here.
+
+        With a recipe for the CPU, `gpu_memory` is the memory of the machine.
+        """
+        if recipe.target.device == "cpu":
+            return torch.device("cpu")
+        of_gpus = (self.gpus, self.gpu_memory, self.tflops) != (0, None, None) or self.nodes > 1
+        return torch.device("cuda") if of_gpus else resolve_device(recipe.target.device)
+
     def check(self, longest: int) -> None:
         """Raise ConfigError naming the first option whose value cannot be; `longest`: data.max_length."""
         for name in ("gpus", "nodes", "samples"):
-            if (count := getattr(self, name)) is not None and count < 1:
+            if (count := getattr(self, name)) is not None and count < (name != "gpus"):
                 raise ConfigError(f"--{name}: found {count}, expected a whole number of 1 or more")
         for name in ("gpu_memory", "tokens_per_s", "tflops", "mean_tokens"):
             value = getattr(self, name)
@@ -85,12 +94,14 @@ class DataShape:
         packs, tokens: numbers of one epoch.
         supervised: share of the tokens that are supervised.
         notes: what was assumed.
+        known: whether the tokens were counted or stated. Those of prompts that wait for answers are an upper bound.
     """
 
     packs: int
     tokens: int
     supervised: float = 1.0
     notes: list[str] = field(default_factory=list)
+    known: bool = True
 
     @classmethod
     def equal(cls, samples: int, length: float, pack_tokens: int, note: str) -> DataShape:
@@ -103,7 +114,8 @@ class DataShape:
         """The shape of both together."""
         tokens = self.tokens + other.tokens
         supervised = (self.supervised * self.tokens + other.supervised * other.tokens) / max(tokens, 1)
-        return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes])
+        known = self.known and other.known
+        return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes], known)
 
 
 def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | None = None) -> Plan:
@@ -114,14 +126,18 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
     fit, after the plan was shown.
     """
     launch.check(recipe.data.max_length)
-    node_ranks = 1 if recipe.target.parallel == "device_map" else launch.gpus
+    device = launch.device(recipe)
+    cards = launch.gpus or (torch.cuda.device_count() if device.type == "cuda" else 0) or 1
+    node_ranks = 1 if recipe.target.parallel == "device_map" else cards
     check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
     target = weightless_target(dated_target(recipe))
     refuse_ahead(recipe, target)
-    in_dtype(target, recipe)
+    in_dtype(target, recipe, device)
     head, data = planned_training(recipe, target), data_of(run or Run(recipe, console, target), launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
-    layout = run_layout(recipe, launch, node_ranks, data.supervised)
+    layout = layout_of(
+        recipe, device, node_ranks * launch.nodes, node_ranks, cards, data.supervised, data.tokens if data.known else 0
+    )  # fmt: skip
     if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:
         notes.append("train.parallel=auto counts as replicated; to plan for FSDP2, add train.parallel=fsdp2")
     if recipe.joint.enabled:
@@ -138,18 +154,29 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
         notes.append(note)
     if note := idle_note(recipe.train.accumulation, layout.ranks):
         notes.append(note)
-    device = local_device_bytes() if launch.gpu_memory is None else int(launch.gpu_memory * GIB)
-    if device is None:
+    most = None if launch.gpu_memory is None else int(launch.gpu_memory * GIB)
+    if most is None and (device.type == "cpu" or torch.cuda.is_available()):
+        most = local_device_bytes(device)
+    if most is None:
         notes.append("there is no GPU here, so whether it fits is not checked: give --gpu-memory GIB")
+    if not data.known and layout.features == "memory":
+        notes.append("features are held in memory, and their size is known when the prompts are answered: not counted")
+    if layout.host:
+        notes.append(
+            "planned for the processor of this machine; --gpus and --gpu-memory plan for GPUs. Other programs' needs, "
+            "and more questions at a time than the defaults, are not counted"
+        )
     rate = launch.tokens_per_s
     if rate is None:
-        flops, source = card_flops(launch)
+        flops, source = card_flops(launch, device)
         rate = expected_rate(target, head, layout, flops)
+        speed = f"{flops / 1e12:.0f}" if flops > 1e13 else f"{flops / 1e12:.2f}"
         notes.append(
-            f"hours: estimated from {rate:,.0f} tokens/s, which is {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s per "
-            f"card ({source}); `python -m headstart.bench.scaling` measures the rate, --tokens-per-s states it"
+            f"hours: estimated from {rate:,.0f} tokens/s, which is {UTILISATION:.0%} of {speed} TFLOP/s per "
+            f"{'processor' if layout.host else 'card'} ({source}); `python -m headstart.bench.scaling` measures the "
+            "rate, --tokens-per-s states it"
         )
-    plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, device, notes)
+    plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, most, notes)
     try:
         require_fit(plan, target, head, Path(recipe.run_dir))
     except HeadstartError as error:
@@ -169,37 +196,12 @@ def drawn_note(head: Head, layout: Layout) -> str | None:
     return f"a step trains the head at {drawn:.0f} of a pack's {supervised:.0f} supervised rows, drawn anew every time"
 
 
-def in_dtype(target: Target, recipe: Recipe) -> None:
-    """Give a target without weights the dtype that a run has; auto counts as bfloat16."""
-    target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
-    target.embed_VD = target.model.get_input_embeddings().weight
-
-
-def run_layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:
-    """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated."""
-    tuned = recipe.joint.enabled or recipe.target.adapter is not None
-    half = recipe.target.dtype in ("auto", "bfloat16", "float16")
-    return Layout(
-        ranks=node_ranks * launch.nodes,
-        ranks_per_node=node_ranks,
-        cards=launch.gpus,
-        parallel="replicated" if recipe.train.parallel == "auto" else recipe.train.parallel,
-        target_parallel=recipe.target.parallel,
-        shard_ranks=recipe.target.shard_ranks,
-        pack_tokens=recipe.data.pack_tokens,
-        accumulation=recipe.train.accumulation,
-        supervised=supervised,
-        half=half and recipe.train.mixed_precision != "no",
-        activation_checkpointing=recipe.train.activation_checkpointing,
-        features=recipe.data.features,
-        exports_target=tuned and recipe.export.adapter == "merged",
-    )
-
-
-def card_flops(launch: Launch) -> tuple[float, str]:
-    """(FLOP/s of one card, where the number comes from)."""
+def card_flops(launch: Launch, device: torch.device) -> tuple[float, str]:
+    """(FLOP/s of one card or of the processor, where the number comes from)."""
     if launch.tflops is not None:
         return launch.tflops * 1e12, "as stated"
+    if device.type == "cpu":
+        return matmul_flops(device, torch.float32, size=1024, runs=3), "measured"
     if torch.cuda.is_available():
         return matmul_flops(torch.device("cuda"), torch.bfloat16), "measured"
     return CARD_FLOPS, "an H100's; --tflops states another card's"
@@ -225,6 +227,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
             "all supervised"
         )
         planned = DataShape.equal(prompts, most, data.pack_tokens, note)
+        planned.known = False
         return planned.beside(_read(run.without_prompts())) if data.sources else planned
     return _read(run)
 
@@ -244,8 +247,9 @@ def render(plan: Plan) -> Group:
     table.add_column("component")
     table.add_column("GiB", justify="right")
     for name, size in plan.memory.items():
-        table.add_row({"context": "driver and libraries"}.get(name, name), f"{size / GIB:.2f}")
-    card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}"
+        context = "Python and libraries" if plan.layout.host else "driver and libraries"
+        table.add_row(context if name == "context" else name, f"{size / GIB:.2f}")
+    card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}{' free' * plan.layout.host}"
     table.add_row("peak (target and head activations do not overlap)", f"{plan.peak / GIB:.2f}{card}", style="bold")
     steps = "as many steps as train.max_seconds allows, each" if plan.steps is None else f"{plan.steps} steps"
     disk = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.disk.items())
@@ -272,16 +276,15 @@ def prediction(run: Run) -> dict[str, Any]:
     Returns: epochs, steps, hours, tokens_per_step, tokens_per_s, summary (in words); `refused` instead, with the
         reason, where the plan refuses the run.
     """
-    launch = Launch(gpus=torch.cuda.device_count() or 1)
+    launch = Launch()
     try:
         plan = plan_recipe(run.recipe, launch, Console(silent=True), run)
     except HeadstartError as error:
         return {"refused": first_line(error), "summary": f"refused: {first_line(error)}"}
     seen = "" if plan.epochs is None else f"{plan.epochs:.3g} epochs, "
     steps = "as many steps as the time allows" if plan.steps is None else f"{plan.steps:,} steps"
-    card = f"{launch.gpus} GPU{'s' * (launch.gpus > 1)} of this machine" if torch.cuda.is_available() else (
-        "an H100 (there is no GPU here)"
-    )  # fmt: skip
+    cards = torch.cuda.device_count()
+    card = f"{cards} GPU{'s' * (cards > 1)} of this machine" if not plan.layout.host else "this machine's processor"
     summary = f"{seen}{steps} of {plan.tokens_per_step:,.0f} tokens, {hours_of(plan)} expected on {card}"
     names = ("epochs", "steps", "hours", "tokens_per_step", "tokens_per_s")
     return {**{name: getattr(plan, name) for name in names}, "summary": summary}

@@ -66,6 +66,8 @@ class TrainConfig:
     #: Compute the activations of the draft layer's MLP again in the backward pass. It saves about two thirds of the
     #: activations' memory and costs a tenth more arithmetic. In joint training the target's layers are computed again.
     activation_checkpointing: bool = False
+    #: Refuse, before any work, a run that by its plan needs more memory than the device has. false tries it.
+    check_memory: bool = True
     #: Seed of the order of the data and of what a head draws at random. A recipe takes its `seed` unless this is set.
     seed: int = 0
     #: Windows that a background thread fetches ahead. It helps stored features; live ones share the GPU with the head.

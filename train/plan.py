@@ -20,6 +20,8 @@ from headstart.data.features import parameters_per_row, store_bytes
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
+from headstart.heads.host_memory import free_bytes, own_bytes
+from headstart.heads.losses.fused import chunk_elements, chunk_rows
 from headstart.heads.targets.locate import decoder_layers
 from headstart.heads.targets.quantised import held_bytes_of
 from headstart.heads.targets.sizes import TargetSizes, widest_layer
@@ -42,6 +44,12 @@ UTILISATION = 0.6
 CARD_FLOPS = 780e12
 #: the target's logits are made in chunks of so many rows; bytes per logit (compute dtype and float32)
 LOGIT_ROWS, LOGIT_BYTES = 4096, 6
+#: memory of Python with torch and transformers, before a model is loaded
+PROCESS_BYTES = 430 << 20
+#: tensors of the size of a chunk of logits that a loss holds at a time on a CPU (losses/fused.py)
+HOST_LOSS_TENSORS = 8
+#: bytes of a token of the tokenised data: ids, turns and what points to them
+TOKEN_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Layout:
         supervised: part of the rows that is supervised.
         half: computes in bfloat16 (2 bytes a number) instead of float32.
         exports_target: the run writes a tuned target as a whole model.
+        host: computes on the CPU, in the memory that Python and the data take too.
+        tokens: of the data, which is held in memory; under features=memory so are its features.
     """
 
     ranks: int = 1
@@ -73,6 +83,13 @@ class Layout:
     activation_checkpointing: bool = False
     features: str = "online"
     exports_target: bool = False
+    host: bool = False
+    tokens: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """What computes."""
+        return torch.device("cpu" if self.host else "cuda")
 
     @property
     def cards_per_target(self) -> int:
@@ -161,12 +178,15 @@ def target_activations(target: Target, head: Head, layout: Layout) -> int:
     One layer's activations or a chunk of logits, whichever is larger, and the hidden states that are kept for the head.
     """
     dims, number = target.dims, target.dtype.itemsize
-    tokens = min(layout.pack_tokens, target.max_forward_tokens)
+    # features that are held are computed for as many tokens at a time as the target takes
+    whole = layout.features == "memory" and layout.tokens
+    tokens = min(layout.tokens if whole else layout.pack_tokens, target.max_forward_tokens)
     attention = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim  # queries, keys, values
     plain = 4 * dims.hidden_size + attention + 3 * dims.intermediate_size
     layer = tokens * max(plain, widest_layer(target.model)) * number
     kept = tokens * (len(head.spec.layer_ids) + 1) * dims.hidden_size * number
-    logits = min(tokens, LOGIT_ROWS) * dims.vocab_size * LOGIT_BYTES
+    rows = chunk_rows(min(tokens, LOGIT_ROWS), dims.vocab_size, layout.device)
+    logits = rows * dims.vocab_size * (2 * 4 if layout.host else LOGIT_BYTES)
     return max(layer, logits) + kept
 
 
@@ -196,7 +216,12 @@ def head_activations(head: Head, layout: Layout) -> int:
     """Bytes that one pack's forward pass keeps for its backward pass."""
     rows = layout.pack_tokens
     anchors = head.chosen_anchors(rows, rows * layout.supervised)
-    return int((2 if layout.half else 4) * head.kept_numbers(rows, anchors, layout.activation_checkpointing))
+    kept = head.kept_numbers(rows, anchors, layout.activation_checkpointing)
+    if not layout.host:
+        return int((2 if layout.half else 4) * kept)
+    size = head.draft_vocab_size or head.dims.vocab_size
+    logits = min(anchors * head.depth * size, chunk_elements(layout.device))
+    return int((2 if layout.half else 4) * (kept - head.chunk_numbers(anchors)) + HOST_LOSS_TENSORS * 4 * logits)
 
 
 def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int], int]:
@@ -212,12 +237,18 @@ def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int
         **head_memory(head, layout),
         "features": features * (packs + 1),  # a captured step copies its pack into fixed memory
     }
+    if layout.features == "memory" and not head.spec.tokens_alone:
+        width = target.dims.hidden_size
+        steady["features of all data"] = store_bytes(layout.tokens, width, len(head.spec.layer_ids), target.dtype)
+    if layout.host:
+        steady["tokens of all data"] = TOKEN_BYTES * layout.tokens
     phases = {
         "target activations": target_activations(target, head, layout),
         "head activations": head_activations(head, layout),
     }
-    peak = int((sum(steady.values()) + max(phases.values())) * (1 + FRAGMENTATION)) + CONTEXT_BYTES
-    return {**steady, **phases, "context": CONTEXT_BYTES}, peak
+    context = PROCESS_BYTES if layout.host else CONTEXT_BYTES
+    peak = int((sum(steady.values()) + max(phases.values())) * (1 + FRAGMENTATION)) + context
+    return {**steady, **phases, "context": context}, peak
 
 
 def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float) -> float:
@@ -314,7 +345,10 @@ def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
     if layout.ranks > 1 and layout.parallel == "replicated" and head.shardable:
         layout = replace(layout, parallel="fsdp2")
         yield "train.parallel=fsdp2", layout
-    while layout.pack_tokens > 1024:
+    if layout.features == "memory":
+        layout = replace(layout, features="online")
+        yield "data.features=online", layout
+    while layout.pack_tokens > (256 if layout.host else 1024):
         layout = replace(layout, pack_tokens=layout.pack_tokens // 2, accumulation=layout.accumulation * 2)
         yield f"data.pack_tokens={layout.pack_tokens} train.accumulation={layout.accumulation}", layout
     # a rank holds the features of all its packs of a step at the same time
@@ -326,14 +360,27 @@ def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
 def require_fit(plan: Plan, target: Target, head: Head, run_dir: Path) -> None:
     """Raises: ConfigError when a card cannot hold the run, naming what to change; StorageError when the disk cannot."""
     if not plan.fits and plan.device_bytes is not None:
-        needs = f"{plan.peak / GIB:.1f} GiB per rank, and a card has {plan.device_bytes / GIB:.1f} GiB"
-        change = (
-            _smaller_settings(plan.layout, plan.device_bytes, target, head)
-            or _more_ranks(plan.layout, plan.device_bytes, target, head)
-            or "No number of ranks makes it fit: lower data.pack_tokens and train.accumulation."
-        )
-        raise ConfigError(f"plan: the run needs {needs}. {change}")
+        require_memory(plan.layout, plan.peak, plan.device_bytes, target, head)
     require_disk(run_dir, sum(plan.disk.values()), "the run (checkpoints, heads, features)")
+
+
+def require_memory(layout: Layout, peak: int, device_bytes: int, target: Target, head: Head) -> None:
+    """Raises: ConfigError where a rank's peak is more than the device has, naming what to change.
+
+    Args:
+        device_bytes: memory of one card; on a CPU what is free, and what this process holds.
+    """
+    if peak <= device_bytes:
+        return
+    fewer = _smaller_settings(layout, device_bytes, target, head)
+    if layout.host:
+        needs = f"{peak / GIB:.1f} GiB of memory, and {device_bytes / GIB:.1f} GiB are free on this machine"
+        change = fewer or "No setting makes it fit: take a smaller target or head, or a machine with more memory."
+    else:
+        needs = f"{peak / GIB:.1f} GiB per rank, and a card has {device_bytes / GIB:.1f} GiB"
+        more = _more_ranks(layout, device_bytes, target, head)
+        change = fewer or more or "No number of ranks makes it fit: lower data.pack_tokens and train.accumulation."
+    raise ConfigError(f"plan: the run needs {needs}. {change}")
 
 
 def _smaller_settings(planned: Layout, device_bytes: int, target: Target, head: Head) -> str | None:
@@ -373,8 +420,8 @@ def _more_ranks(planned: Layout, device_bytes: int, target: Target, head: Head) 
     return None
 
 
-def local_device_bytes() -> int | None:
-    """Memory of the smallest GPU here, None without one."""
-    if not torch.cuda.is_available():
-        return None
+def local_device_bytes(device: torch.device) -> int:
+    """Memory that a run here may take: that of the smallest GPU; on a CPU what is free, and what this process holds."""
+    if device.type != "cuda":
+        return free_bytes() + own_bytes()
     return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))

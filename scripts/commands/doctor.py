@@ -51,9 +51,9 @@ def command(
 
 
 def _machine() -> list[Check]:
-    import psutil
     import torch
 
+    from headstart.heads.host_memory import free_bytes
     from headstart.heads.provenance import device_name, git_revision, versions
     from headstart.heads.targets.fetch import TARGETS, default_cache, find_damage
 
@@ -73,7 +73,7 @@ def _machine() -> list[Check]:
             path = path.parent
         free = shutil.disk_usage(path).free
         checks.append((name, "ok" if free > 2 << 30 else "warn", f"{_gib(free)} free at {path}"))
-    memory = psutil.virtual_memory().available
+    memory = free_bytes()
     checks.append(("memory", "ok" if memory > 3 << 30 else "warn", f"{_gib(memory)} available"))
     for package in ("wandb", "deepspeed", "tensorboard"):
         from importlib.util import find_spec

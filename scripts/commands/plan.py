@@ -40,12 +40,9 @@ def command(
 
 def show_plan(recipe: str, overrides: list[str] | None, stated: dict[str, Any], console: Console) -> None:
     """Plan the recipe and print the plan. `stated`: fields of `Launch`, None where the option was not given."""
-    import torch
-
     from headstart.plan import Launch, plan_recipe, render
     from headstart.recipes.load import load_recipe
 
     given = {name: value for name, value in stated.items() if value is not None}
-    launch = Launch(**{**given, "gpus": given.get("gpus") or torch.cuda.device_count() or 1})
-    plan = plan_recipe(load_recipe(recipe, overrides or []), launch, console)
+    plan = plan_recipe(load_recipe(recipe, overrides or []), Launch(**given), console)
     console.result(plan.to_json(), render(plan))

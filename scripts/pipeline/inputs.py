@@ -26,6 +26,7 @@ WATCHING = (
     "save_every",
     "keep",
     "disk_wait",
+    "check_memory",
 )
 #: settings of `joint` that say what is measured after training
 GUARDING = ("max_perplexity_rise", "guard_prompts", "guard_tokens")

@@ -17,6 +17,7 @@ from headstart.data.prepare import PreparedData
 from headstart.data.sources.sources import load_conversations
 from headstart.directory_lock import locked
 from headstart.eval.prompts import eval_prompts
+from headstart.fit import require_room
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
@@ -128,6 +129,11 @@ class Run:
         """The target; without its weights, unless it is loaded already."""
         return self._target or self._drafted or weightless_target(self.recipe.target)
 
+    @cached_property
+    def planned(self) -> Target:
+        """The target without its weights."""
+        return weightless_target(self.recipe.target)
+
     def feature_spec(self) -> FeatureSpec:
         """What the recipe's head reads of the target. It needs neither weights nor `start_from`."""
         with torch.device("meta"):
@@ -186,6 +192,7 @@ class Run:
         if "train" not in self.ahead:
             return
         refuse_ahead(recipe, self.weightless)
+        self.check_memory()
         if self.inputs.duplicates == "near":
             require_minhash()
         # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
@@ -194,6 +201,12 @@ class Run:
         sources = (*data.sources, *data.held_out, *data.exclude)
         for _ in load_conversations([s for s in sources if unanswered or s.path is not None]):
             pass
+
+    def check_memory(self, tokens: int = 0) -> None:
+        """Refuse a training that does not fit the device, where one process trains. Args: tokens: of the data."""
+        alone = self._device is None and self.recipe.target.parallel != "fsdp2"
+        if alone and self._target is None and self._drafted is None:
+            self.console.say(f"memory: by the plan, {require_room(self.recipe, self.planned, tokens=tokens)}")
 
     def check_eval_data(self) -> None:
         """Raise DataError or ConfigError where `eval.data` is set and cannot be read."""

@@ -235,7 +235,7 @@ def test_stated_data_of_any_size_is_counted_as_real_data_is(headstart: Callable,
     for samples, length, budget in ((1, 7, 30), (1023, 7, 30), (5000, 7, 30), (3000, 40, 30), (2048, 30, 30)):
         stated = DataShape.equal(samples, length, budget, "")
         assert stated.packs == len(make_packs([length] * samples, budget)) and stated.tokens == samples * length
-    many = headstart("plan", recipe, "--json", "--samples", "1000000000", "--mean-tokens", "64")
+    many = headstart("plan", recipe, "--json", "--gpus", "1", "--samples", "1000000000", "--mean-tokens", "64")
     assert many.code == 0, many.err
     assert many.json["tokens_per_step"] == pytest.approx(128 * many.json["layout"]["accumulation"], rel=0.01)
 

@@ -17,7 +17,7 @@ from headstart.train.plan import GIB, Layout, local_device_bytes, memory_of, req
 from headstart.train.step import autocast_dtype
 
 
-def layout_of(
+def run_layout(
     recipe: Recipe, device: torch.device, ranks: int, node_ranks: int, cards: int, supervised: float, tokens: int
 ) -> Layout:
     """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated.
@@ -62,7 +62,7 @@ def require_room(recipe: Recipe, target: Target, head: Head | None = None, token
     """
     device = resolve_device(recipe.target.device)
     cards = torch.cuda.device_count() if recipe.target.parallel == "device_map" else 1
-    layout = layout_of(recipe, device, 1, 1, max(cards, 1), 1.0, tokens)
+    layout = run_layout(recipe, device, 1, 1, max(cards, 1), 1.0, tokens)
     in_dtype(target, recipe, device)
     head = head or planned_training(recipe, target)
     peak, most = memory_of(target, head, layout)[1], local_device_bytes(device)

@@ -22,7 +22,7 @@ from headstart.data.prepare import PreparedData
 from headstart.data.prompts import Chats
 from headstart.data.records.conversation import layout_of
 from headstart.data.sources.sources import load_conversations, read_records, source_files
-from headstart.fit import in_dtype, layout_of
+from headstart.fit import in_dtype, run_layout
 from headstart.hardware import GIB, Hardware
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, StorageError
@@ -257,7 +257,7 @@ def _fitting(
         in_dtype(target, recipe, where)
         head = planned_training(recipe, target)
         ranks = launch.gpus
-        layout = replace(layout_of(recipe, where, ranks, ranks, ranks, shape.supervised, 0), features="online")
+        layout = replace(run_layout(recipe, where, ranks, ranks, ranks, shape.supervised, 0), features="online")
         for change, tried in (("", layout), *remedies(layout, head)):
             changes |= {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in change.split())}
             peak = memory_of(target, head, tried)[1]

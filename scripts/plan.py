@@ -15,7 +15,7 @@ from rich.text import Text
 from headstart.console import Console
 from headstart.data.choosing.asked import read_prompts
 from headstart.data.packing import POOL, make_packs
-from headstart.fit import in_dtype, layout_of
+from headstart.fit import in_dtype, run_layout
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
 from headstart.heads.targets.load import resolve_device, weightless_target
@@ -135,7 +135,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
     in_dtype(target, recipe, device)
     head, data = planned_training(recipe, target), data_of(run or Run(recipe, console, target), launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
-    layout = layout_of(
+    layout = run_layout(
         recipe, device, node_ranks * launch.nodes, node_ranks, cards, data.supervised, data.tokens if data.known else 0
     )  # fmt: skip
     if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:

@@ -48,6 +48,8 @@ class AutoregressiveDrafter(CachedDrafter):
         self.dynamic = tree.kind == "dynamic"
         self.depth = tree.depth
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
+        #: most rows of a commit: the root and one node per level
+        self.width = tree.depth + 1
 
     @property
     def confidence_source(self) -> str:
@@ -59,7 +61,7 @@ class AutoregressiveDrafter(CachedDrafter):
         return [(self, name) for name in (names if self.seen_BV is None else [*names, "seen_BV"])]
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
+        rows = {batch * self.waiting, batch * (self.tree.k if self.dynamic else 1), batch}
         return self._products(batch, rows)
 
     def _products(self, batch: int, rows: set[int]) -> list[tuple[list[Linear], int]]:
@@ -94,24 +96,22 @@ class AutoregressiveDrafter(CachedDrafter):
 
     def _hold(self, rows: Rows) -> None:
         """Keep rows for the next `propose`: their last one lacks its next token, the root."""
-        fused_BJH, most = self._fuse(rows, slice(None)), self.depth + 1
+        fused_BJH = self._fuse(rows, slice(None))
         # the state of captured cycles keeps its shape, whatever a cycle drafted
-        self.pending_BJ, self.pending_g_BJH = hold(rows.tokens_BJ, fused_BJH, most)
+        self.pending_BJ, self.pending_g_BJH = hold(rows.tokens_BJ, fused_BJH, self.width)
         self.pending_B = rows.count_B
 
     @property
-    def width(self) -> int:
+    def waiting(self) -> int:
         """Most rows that wait for the next `propose`: a root and one node per level of the cycle before."""
-        return 1 + (self.depth if self.levels_before is None else min(self.levels_before, self.depth))
+        return self.width if self.levels_before is None else min(self.levels_before + 1, self.width)
 
     def _line_up(self, roots_B: Tensor) -> tuple[Lined, Tensor]:
         """The rows that wait, and their features [B, W, H]."""
-        width = self.width
-        lined = line_up(
-            self.pending_BJ[:, :width], self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth
-        )
+        tokens_BW, levels = self.pending_BJ[:, : self.waiting], self.tree.depth
+        lined = line_up(tokens_BW, self.pending_B, roots_B, self.length_B, self.kv.bin, levels)
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
-        return lined, self.pending_g_BJH[:, :width]
+        return lined, self.pending_g_BJH[:, : self.waiting]
 
     def _fuse(self, rows: Rows, columns: slice) -> Tensor:
         hidden, streams = rows.hidden_BJD, rows.streams_BJkD

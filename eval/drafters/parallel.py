@@ -43,7 +43,7 @@ class ParallelDrafter(AutoregressiveDrafter):
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         depth = self.drafted
-        rows = {batch * (self.width + depth - 1), batch * self.width, batch * depth}
+        rows = {batch * (self.waiting + depth - 1), batch * self.waiting, batch * depth}
         return self._products(batch, rows)
 
     def _place(self, batch: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class ParallelDrafter(AutoregressiveDrafter):
         self._mask_g = self.step.fuse(mask_1kD, mask_1kD).expand(batch, places, -1).contiguous()
         if self.marginals is not None:
             self.marginals = self.marginals.to(device)
-        self._columns = torch.arange(self.depth + 1 + places, device=device)
+        self._columns = torch.arange(self.width + places, device=device)
 
     def _streams(self) -> tuple[int, int]:
         count = len(self.head.spec.layer_ids)
@@ -71,7 +71,7 @@ class ParallelDrafter(AutoregressiveDrafter):
         tokens_BN = torch.cat((lined.tokens_BW, self._mask_tokens[:, :places]), 1)
         g_BNH = torch.cat((g_BWH, self._mask_g[:, :places]), 1)
         # the last committed row, whose column each cycle finds, and the masked places behind the committed rows
-        columns_P = self._columns[self.width : self.width + places]
+        columns_P = self._columns[self.waiting : self.waiting + places]
         drafting_BK = torch.cat((lined.last_B1, columns_P.expand(len(roots_B), -1)), 1)
         _, logits_BKU = self._pass(tokens_BN, g_BNH, visibility, drafting_BK)
         self.length_B = lined.length_B

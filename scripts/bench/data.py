@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from headstart.data.prompts import Chats
 from headstart.data.records.conversation import Conversation
 from headstart.data.sources.sources import load_conversations
 from headstart.heads.errors import DataError
+from headstart.heads.host_memory import peak_bytes
 from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.fetch import fetch_target
 
@@ -176,7 +176,7 @@ def prepare_alone(path: Path, name: str) -> dict[str, Any]:
 
 
 def peak_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_bytes() / 2**30
 
 
 def tokenizer_of(name: str) -> tuple[Any, tuple[int, ...]]:

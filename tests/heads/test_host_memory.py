@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from headstart.heads.host_memory import free_bytes, group_bytes, own_bytes
+from headstart.heads.host_memory import free_bytes, group_bytes, own_bytes, peak_bytes
 
 GIB = 1 << 30
 
@@ -81,3 +83,14 @@ def test_this_process_is_counted() -> None:
     held = bytearray(b"x") * (256 << 20)
     assert 200 << 20 < own_bytes() - before < 400 << 20
     del held
+
+
+def test_the_peak_of_a_process_does_not_begin_with_that_of_its_parent() -> None:
+    held = bytearray(300 << 20)
+    held[::4096] = b"\1" * len(held[::4096])
+    code = "from headstart.heads.host_memory import peak_bytes; a = peak_bytes(); b = bytearray(b'1') * (64 << 20); " \
+        "print(a, peak_bytes())"  # fmt: skip
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, made.stdout.split())
+    assert before < 250 << 20 and 60 << 20 < after - before < 80 << 20
+    assert peak_bytes() > 300 << 20

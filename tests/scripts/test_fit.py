@@ -17,10 +17,11 @@ from headstart.train.plan import GIB
 
 #: runs the command line, then prints the most memory that the process held, in bytes
 CHILD = """
-import resource, sys
+import sys
 from headstart.cli import main
+from headstart.heads.host_memory import peak_bytes
 code = main(sys.argv[1:])
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print("peak", peak_bytes())
 sys.exit(code)
 """
 EAGLE3 = "{type: eagle3, depth: 4, draft_vocab_size: %d, intermediate_size: 128}"

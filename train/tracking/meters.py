@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 
 import torch
 from torch import Tensor
 
+from headstart.heads.host_memory import peak_bytes
 from headstart.train.sharing.distributed import sum_over_ranks
 from headstart.train.step import SumNames, WindowSums
 
@@ -96,7 +96,7 @@ class Meters:
         }
         if self._peak is not None:
             values["mfu"] = float(sums[-2] / sums[-1]) / seconds
-        values["host_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        values["host_memory_gib"] = peak_bytes() / 2**30
         if self._device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         self._since = now

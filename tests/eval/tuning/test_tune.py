@@ -495,7 +495,8 @@ def test_what_tuning_refuses(
     target: Target, prompts: str, search: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        tune(target, None, settings(**{"prompts": prompts, **changes}) if "data" not in changes else EvalConfig(),
+        tune(target, None, settings(**{"prompts": prompts, **changes}) if "data" not in changes
+             else EvalConfig(drafter="ngram"),
              TuneConfig(**search))  # fmt: skip
 
 

@@ -323,6 +323,18 @@ class Head(nn.Module, ABC):
         """The learning rate of the parameter `name` in a stage, as a multiple of the run's."""
         return 1.0
 
+    def token_matrices(self) -> set[str]:
+        """Names of the trained matrices that have a row or a column for each token: embeddings, outputs, their updates.
+
+        `train.token_weight_decay` is theirs.
+        """
+        tokens = {self.dims.vocab_size, self.draft_vocab_size}
+        return {name for name, p in self.named_parameters() if p.requires_grad and tokens & set(p.shape) and p.ndim > 1}
+
+    def adamw_matrices(self) -> set[str]:
+        """Names of the matrices that AdamW trains, whatever `train.optimizer` is. By default `token_matrices`."""
+        return self.token_matrices()
+
     def trained_parameters(self) -> int:
         """Number of parameters that training changes."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -44,6 +44,8 @@ def run_layout(
         features=recipe.data.features,
         exports_target=tuned and recipe.export.adapter == "merged",
         host=device.type == "cpu",
+        muon=recipe.train.optimizer == "muon",
+        averages=recipe.train.average_decay is not None,
         tokens=tokens,
     )
 

@@ -10,6 +10,8 @@ from headstart.heads.errors import ConfigError, check_settings
 
 #: largest learning rate accepted; AdamW in float32 breaks far above it
 MOST_LR = 1000.0
+#: settings that earlier versions did not have; their defaults compute what those versions did
+ADDED = ("optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay")
 
 
 @dataclass
@@ -30,6 +32,18 @@ class TrainConfig:
     #: Seconds of training, validation and checkpoints included. A resumed run continues the clock.
     max_seconds: float | None = None
 
+    #: What makes the update: adamw, or muon. Muon turns the momentum of each matrix inside the head into a nearly
+    #: orthogonal one (Newton-Schulz) and makes it as large as an update of AdamW, so that one rate serves both. AdamW
+    #: trains the rest: norms, biases, and matrices with a row for each token, such as embeddings and outputs.
+    optimizer: str = "adamw"
+    #: Decay rate of Muon's momentum.
+    muon_momentum: float = 0.95
+    #: Learning rate of Muon's matrices, as a multiple of train.lr.
+    muon_rate: float = 1.0
+    #: Average the weights over the steps (EMA) with this decay rate; null does not. Validation, the best head and the
+    #: finished head have the averages. Training itself goes on from the last weights. At step n the rate is at most
+    #: n / (n + 10), so that the first weights fade soon.
+    average_decay: float | None = None
     #: Peak learning rate.
     lr: float = 1e-4
     #: Decay rates of AdamW's two moments.
@@ -38,6 +52,8 @@ class TrainConfig:
     eps: float = 1e-8
     #: Decoupled weight decay of matrices. Norms and biases do not decay.
     weight_decay: float = 0.0
+    #: The same for matrices with a row for each token, such as outputs; null takes train.weight_decay.
+    token_weight_decay: float | None = None
     #: Part of the budget (of the steps, or of the seconds of a timed run) over which the rate climbs, unless
     #: train.warmup_steps is set.
     warmup_ratio: float = 0.015
@@ -119,7 +135,12 @@ class TrainConfig:
         check(("lr",), f"{MOST_LR:g} at most (1e-4 is usual)", lambda lr: lr <= MOST_LR)
         counts = ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch")
         check((*counts, "weight_decay", "seed", "disk_wait"), "0 or more", lambda value: value >= 0)
+        check(("token_weight_decay",), "0 or more, or null", lambda decay: decay is None or decay >= 0)
+        check(("muon_rate",), "a number above 0", lambda rate: rate > 0)
+        check(("muon_momentum",), "a number in [0, 1)", _is_rate)
+        check(("average_decay",), "a number in [0, 1), or null", lambda rate: rate is None or _is_rate(rate))
         choices = {
+            "optimizer": ("adamw", "muon"),
             "schedule": ("cosine", "constant"),
             "mixed_precision": ("auto", "bf16", "no"),
             "parallel": ("auto", "replicated", "fsdp2", "zero2", "zero3"),

@@ -184,6 +184,7 @@ class TrainingLoop:
                 self.feed.fetcher.close()
                 standing.close()
         state = standing.state
+        self.parallel.averages.keep()
         if self.config.select == "best" and state.best is not None and reason != "signal":
             saving.load_best(state.best)
         self.parallel.finish()
@@ -305,6 +306,7 @@ class TrainingLoop:
         if not skipped:
             norm = parallel.step(norm)
             health.note_norm(norm)
+            parallel.averages.update(self.standing.state.step + 1)
             self.meters.add(sums, norm)
         parallel.zero_grad()
 
@@ -339,7 +341,8 @@ class TrainingLoop:
         standing, saving = self.standing, self.saving
         self.health.examine_all()
         assert self.observers.validate is not None
-        with standing.screen.phase("validating", said=False), self.parallel.whole_head():
+        averaged = self.parallel.averages.swapped
+        with standing.screen.phase("validating", said=False), averaged(), self.parallel.whole_head():
             values = self.observers.validate(self.head, standing.state.step, final)
         values = from_main(values)  # rank 0 alone measures τ
         standing.state.metrics, standing.state.unvalidated = values, False

@@ -1,9 +1,11 @@
-"""AdamW, the budget of a run, and the learning rate as a function of how much of it is spent."""
+"""AdamW and Muon, the budget of a run, and the learning rate as a function of how much of it is spent."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,13 +90,41 @@ def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) ->
     return warm * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
+class Together(torch.optim.Optimizer):
+    """Several optimisers, each of some of the parameters, as one: one list of groups, one state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Give the parts this optimiser's groups and state, which loading replaces."""
+        first = 0
+        for part in self._parts:
+            last = first + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[first:last], self.state
+            first = last
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of each. Args: closure: not used."""
+        for part in self._parts:
+            part.step()
+
+
 def build_optimizer(
     head: nn.Module, config: TrainConfig, factors: dict[str, tuple[float, ...]] | None = None
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two axes) do not.
+) -> torch.optim.Optimizer:
+    """AdamW, or Muon with AdamW for the rest. Matrices decay; norms and biases (fewer than two axes) do not.
+
+    Muon: https://kellerjordan.github.io/posts/muon; its updates are made as large as AdamW's (arXiv 2502.16982, §2.2).
 
     Args: factors: see rate_factors; None = every parameter has the run's rate.
-    Raises: TrainingError when nothing is trainable or a trainable parameter is not float32.
+    Raises: TrainingError when nothing is trainable, a trainable parameter is not float32, or Muon has no matrix.
     """
     trainable = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
     if not trainable:
@@ -104,28 +134,47 @@ def build_optimizer(
         raise TrainingError(
             f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
         )
-    factors = {name: (factors or {}).get(name, (1.0,)) for name, _ in trainable}
-    groups = [
-        {"params": [p for n, p in trainable if chosen(p) and factors[n] == each], "weight_decay": decay, FACTORS: each}
-        for each in dict.fromkeys(factors[name] for name, _ in trainable)
-        for decay, chosen in ((config.weight_decay, _is_matrix), (0.0, _is_vector))
-    ]
-    fused = all(p.device.type == "cuda" for _, p in trainable)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=fused,
-    )
+    tokens = head.token_matrices() if isinstance(head, Head) else set()
+    by_muon = muon_matrices(head) if config.optimizer == "muon" else set()
+    if config.optimizer == "muon" and not by_muon:
+        raise TrainingError(
+            "train.optimizer: found muon, but this head has no matrix for it (all have a row for each token, or are "
+            "no matrices): set train.optimizer=adamw"
+        )
+    token_decay = config.weight_decay if config.token_weight_decay is None else config.token_weight_decay
+
+    def decay(name: str, parameter: nn.Parameter) -> float:
+        return 0.0 if parameter.ndim < 2 else token_decay if name in tokens else config.weight_decay
+
+    def group_of(name: str, parameter: nn.Parameter) -> tuple[bool, tuple[float, ...], float]:
+        """What the parameters of a group have in common: whether Muon trains them, rate factors, decay."""
+        factor, chosen = (factors or {}).get(name, (1.0,)), name in by_muon
+        return chosen, tuple(config.muon_rate * each for each in factor) if chosen else factor, decay(name, parameter)
+
+    keyed = [(group_of(name, p), p) for name, p in sorted(trainable, key=lambda pair: pair[1].ndim < 2)]
+
+    def groups(chosen: bool) -> list[dict[str, Any]]:
+        keys = dict.fromkeys(key for key, _ in keyed if key[0] is chosen)
+        return [
+            {"params": [p for k, p in keyed if k == key], FACTORS: key[1], "weight_decay": key[2]} for key in keys
+        ]
+
+    parts: list[torch.optim.Optimizer] = []
+    if by_muon:
+        parts.append(
+            torch.optim.Muon(groups(True), config.lr, momentum=config.muon_momentum, adjust_lr_fn="match_rms_adamw")
+        )
+    if rest := groups(False):
+        fused = all(p.device.type == "cuda" for _, p in trainable)
+        betas = (config.betas[0], config.betas[1])
+        parts.append(torch.optim.AdamW(rest, lr=config.lr, betas=betas, eps=config.eps, fused=fused))
+    return Together(parts) if by_muon else parts[0]
 
 
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return parameter.ndim >= 2
-
-
-def _is_vector(parameter: nn.Parameter) -> bool:
-    return parameter.ndim < 2
+def muon_matrices(head: nn.Module) -> set[str]:
+    """Names of the parameters that Muon trains: matrices (of two axes) that the head does not keep for AdamW."""
+    kept = head.adamw_matrices() if isinstance(head, Head) else set()
+    return {name for name, p in head.named_parameters() if p.requires_grad and p.ndim == 2} - kept
 
 
 def rate_factors(head: Head) -> dict[str, tuple[float, ...]]:

@@ -29,7 +29,7 @@ from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import tuned_bytes
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
-from headstart.train.optim import Budget
+from headstart.train.optim import Budget, muon_matrices
 from headstart.train.stages import Stages
 from headstart.train.stream import busy_share
 
@@ -67,6 +67,8 @@ class Layout:
         half: computes in bfloat16 (2 bytes a number) instead of float32.
         exports_target: the run writes a tuned target as a whole model.
         host: computes on the CPU, in the memory that Python and the data take too.
+        muon: Muon trains the head's inner matrices (train.optimizer).
+        averages: the weights are averaged (train.average_decay).
         tokens: of the data, which is held in memory; under features=memory so are its features.
     """
 
@@ -84,6 +86,8 @@ class Layout:
     features: str = "online"
     exports_target: bool = False
     host: bool = False
+    muon: bool = False
+    averages: bool = False
     tokens: int = 0
 
     @property
@@ -111,7 +115,7 @@ class Plan:
     Attributes:
         memory: bytes on one rank by what they are for. Some are never needed at the same time.
         peak: bytes that one rank needs at most at the same time.
-        host: pinned host memory of rank 0, for a checkpoint (weights and two moments) and two best heads.
+        host: pinned host memory of rank 0, for a checkpoint (weights, moments, averages) and two best heads.
         disk: bytes by what they are for.
         steps: optimiser steps; None when only a clock ends the run.
         hours: at the tokens/s that were given; None without.
@@ -190,6 +194,12 @@ def target_activations(target: Target, head: Head, layout: Layout) -> int:
     return max(layer, logits) + kept
 
 
+def moments_of(head: Head, layout: Layout) -> int:
+    """Numbers that the optimiser keeps: two for each trained parameter, one for those of Muon."""
+    moments, by_muon = 2 * head.trained_parameters(), muon_matrices(head) if layout.muon else set()
+    return moments - sum(p.numel() for name, p in head.named_parameters() if name in by_muon)
+
+
 def head_memory(head: Head, layout: Layout) -> dict[str, int]:
     """Bytes of the head's weights, gradients and moments on one rank, by what they are for."""
     ranks, kind = layout.ranks_per_head, layout.parallel
@@ -199,8 +209,10 @@ def head_memory(head: Head, layout: Layout) -> dict[str, int]:
     memory = {
         "head weights": ceil(whole / ranks) if gathers else whole,
         "gradients": ceil(4 * trained / ranks),
-        "optimiser moments": ceil(8 * trained / ranks),
+        "optimiser moments": ceil(4 * moments_of(head, layout) / ranks),
     }
+    if layout.averages:
+        memory["averaged weights"] = ceil(4 * trained / ranks)
     if gathers:
         memory["head gathered"] = whole
     if kind != "replicated":  # where weights are gathered, the collectives need flat copies of them as well
@@ -275,13 +287,14 @@ def disk_of(
 ) -> dict[str, int]:
     """Bytes on disk by what they are for.
 
-    They are the checkpoints that are kept and the one being written (each holds weights and two moments), the best head
-    and the final one, the features where they are stored, and the tuned target where it is exported.
+    They are the checkpoints that are kept and the one being written (each holds weights, moments and averages), the
+    best head and the final one, the features where they are stored, and the tuned target where it is exported.
     """
     weights = parameter_bytes(head.parameters(), 4)
+    state = 4 * (moments_of(head, layout) + (head.trained_parameters() if layout.averages else 0))
     periodic = ceil((steps or 0) / config.save_every) if config.save_every else 0
     kept = min(config.keep, periodic + 1) if config.keep else periodic + 1
-    disk = {"checkpoints": (kept + 1) * 3 * weights, "best and final head": 2 * weights}
+    disk = {"checkpoints": (kept + 1) * (weights + state), "best and final head": 2 * weights}
     if layout.features == "stored":
         disk["features"] = store_bytes(tokens, target.dims.hidden_size, len(head.spec.layer_ids), target.dtype)
     if layout.exports_target:
@@ -325,7 +338,8 @@ def make_plan(
         seen.append(hours * 3600 * tokens_per_s)
     epochs = min(seen) / tokens_per_epoch if seen and tokens_per_epoch else None
     disk = disk_of(target, head, config, layout, steps, tokens_per_epoch)
-    host = 5 * parameter_bytes(head.parameters(), 4)
+    state = moments_of(head, layout) + (head.trained_parameters() if layout.averages else 0)
+    host = 3 * parameter_bytes(head.parameters(), 4) + 4 * state
     sizes = TargetSizes.of(target.model)
     return Plan(
         layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes), sizes, epochs,

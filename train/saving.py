@@ -63,12 +63,10 @@ class Saving:
 
     def _saved_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of what a checkpoint will hold. The optimiser cannot tell: it has no moments yet."""
-        trained = {name for name, p in self.parallel.head.named_parameters() if p.requires_grad}
-        for name, shape, dtype in self.parallel.head_sizes():
-            yield f"head/{name}", shape, dtype
-            if name in trained:
-                yield f"optimizer/exp_avg/{name}", shape, dtype
-                yield f"optimizer/exp_avg_sq/{name}", shape, dtype
+        for name, *size in self.parallel.head_sizes():
+            yield f"head/{name}", *size  # type: ignore[misc]
+        for name, *size in self.parallel.optimizer_sizes():
+            yield f"optimizer/{name}", *size  # type: ignore[misc]
 
     def note_due(self, step: int) -> bool:
         """Whether `train.save_every` asks for a checkpoint after `step`. It then stays due until it is taken."""
@@ -149,12 +147,14 @@ class Saving:
 
     def _save_best(self, best: dict[str, Any]) -> None:
         began = time.perf_counter()
-        tensors = self.parallel.head_tensors()  # gathered by all ranks
-        if self.standing.rank == 0:
-            self.writer.save_best(tensors, best)
-        else:
-            for _ in tensors:
-                pass
+        with self.parallel.averages.swapped():
+            tensors = self.parallel.head_tensors()  # gathered by all ranks
+            if self.standing.rank == 0:
+                self.writer.save_best(tensors, best)
+            else:
+                for _ in tensors:
+                    pass
+            self.writer.protect()  # the weights come back when the averages have been copied
         self.blocked = max(self.blocked, time.perf_counter() - began)
 
     def load_best(self, best: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from headstart.pipeline.markers import Markers
 from headstart.recipes.load import to_dict
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head
+from headstart.train.config import ADDED, TrainConfig
 
 #: settings of `train` that do not change the head: how ranks share the work, what is logged, what is saved and when
 WATCHING = (
@@ -95,7 +96,9 @@ class Inputs:
     @cached_property
     def train(self) -> dict[str, Any]:
         recipe = self._recipe
-        settings = identity.without(dataclasses.asdict(recipe.train), *WATCHING)
+        default = TrainConfig()
+        usual = [name for name in ADDED if getattr(recipe.train, name) == getattr(default, name)]
+        settings = identity.without(dataclasses.asdict(recipe.train), *WATCHING, *usual)
         inputs = {"data": self.data, "head": recipe.head.identity(), "train": settings}
         if recipe.start_from is not None:
             inputs["start_from"] = identity.of_head(find_head(recipe.start_from, "start_from"))

@@ -18,6 +18,7 @@ from headstart.train.checkpoints.checkpoint import (
     unpack_rng,
 )
 from headstart.train.checkpoints.writer import HostCopies
+from headstart.train.config import ADDED, TrainConfig
 from headstart.train.sharing.distributed import SHARED, from_main, gather_objects, on_main
 from headstart.train.sharing.parallel import Parallel
 from headstart.train.standing import RunState, Standing
@@ -152,7 +153,12 @@ def _check_same_run(standing: Standing, parallel: Parallel, state: dict[str, Any
         )
     if state["data"]["seed"] != standing.config.seed:
         raise ConfigError(f"{path}: train.seed was {state['data']['seed']}, is {standing.config.seed}: {remedy}")
-    saved = state["config"]
+    saved = {name: value for name, value in asdict(TrainConfig()).items() if name in ADDED} | state["config"]
+    if saved["optimizer"] != standing.config.optimizer:
+        raise ConfigError(
+            f"{path}: train.optimizer was {saved['optimizer']}, is {standing.config.optimizer}; the moments of one do "
+            f"not serve the other: {remedy}"
+        )
     for name, value in asdict(standing.config).items():
         if name not in SILENT and saved.get(name) != value:
             standing.reporter.say(f"NOTE: train.{name} was {saved.get(name)!r} until here, is {value!r} from now on")

@@ -221,6 +221,14 @@ class JointHead(Head):
             return torch.cat((torch.zeros(1), inner_T))
         return torch.cat((torch.ones(1), inner_T * (self.joint.weight * grown(self.joint, part))))
 
+    def token_matrices(self) -> set[str]:
+        return {f"inner.{name}" for name in self.inner.token_matrices()}
+
+    def adamw_matrices(self) -> set[str]:
+        """Those of the inner head, and the adapter's: Muon was made for whole matrices, not for factors of low rank."""
+        adapter = {f"adapter.{name}" for name, _ in self.adapter.named_parameters()}
+        return {f"inner.{name}" for name in self.inner.adamw_matrices()} | adapter
+
     def rate_factor(self, name: str, stage: int) -> float:
         """For the head its own times `joint.head_rate`, in both stages; for the adapter 0 while the head trains alone,
         then 1."""

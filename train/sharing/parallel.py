@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, StorageError
+from headstart.train.averages import KEY as AVERAGE
+from headstart.train.averages import Averages
 from headstart.train.config import TrainConfig
-from headstart.train.optim import build_optimizer, rate_factors
+from headstart.train.optim import build_optimizer, muon_matrices, rate_factors
 from headstart.train.sharing.distributed import is_distributed
 from headstart.train.sharing.gradients import FlatGradients, fill_gradients
 
@@ -66,6 +68,16 @@ def check_kind(kind: str, config: TrainConfig, ranks: int) -> None:
             f"train.nonfinite: found skip with train.parallel={kind}; DeepSpeed cannot drop a gradient that it has "
             "reduced: set train.nonfinite=stop, or train.parallel=fsdp2"
         )
+    if kind not in ("auto", "replicated") and config.optimizer == "muon":
+        raise ConfigError(
+            f"train.optimizer: found muon with train.parallel={kind}; its update needs whole matrices, and each rank "
+            "has shards of them: set train.parallel=replicated (ddp-*.yaml), or train.optimizer=adamw"
+        )
+    if kind.startswith("zero") and config.average_decay is not None:
+        raise ConfigError(
+            f"train.average_decay: found {config.average_decay} with train.parallel={kind}; DeepSpeed keeps the "
+            "weights to itself: set train.average_decay=null, or train.parallel=fsdp2 or replicated"
+        )
     if kind.startswith("zero") and config.clip_value is not None:
         raise ConfigError(
             f"train.clip_value: found {config.clip_value} with train.parallel={kind}; DeepSpeed clips by norm only: "
@@ -88,6 +100,7 @@ class Parallel:
     Attributes:
         module: the loss as a forward pass (LossModule), wrapped as the kind needs it.
         optimizer: its param_groups carry the learning rate.
+        averages: of the weights, where `train.average_decay` asks for them.
     """
 
     module: nn.Module
@@ -95,6 +108,7 @@ class Parallel:
 
     def __init__(self, head: nn.Module, config: TrainConfig):
         self.head, self.config = head, config
+        self.averages = Averages(config.average_decay, self.named_trainable)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -104,7 +118,10 @@ class Parallel:
         return nullcontext()
 
     def trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.head.parameters() if p.requires_grad]
+        return list(self.named_trainable().values())
+
+    def named_trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
     def sum_gradients(self) -> Callable[[], None] | None:
         """Sum the gradients over the ranks, where the backward passes did not do so already.
@@ -152,11 +169,23 @@ class Parallel:
         for name, tensor in self.head.state_dict().items():
             yield name, whole_tensor(tensor)
 
+    def optimizer_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of what `optimizer_tensors` will yield, numbers apart, even before the first step."""
+        by_muon = muon_matrices(self.head) if self.config.optimizer == "muon" else set()
+        trained = self.named_trainable()
+        for name, shape, dtype in self.head_sizes():
+            if name in trained:
+                moments = ("momentum_buffer",) if name in by_muon else ("exp_avg", "exp_avg_sq")
+                for key in (*moments, *([AVERAGE] if self.config.average_decay is not None else [])):
+                    yield f"{key}/{name}", shape, dtype
+
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(`<key>/<parameter name>`, whole state tensor), one at a time. All ranks must iterate over them."""
         for name, parameter in self.head.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"{key}/{name}", whole_tensor(value)
+        for name, average in self.averages.tensors():
+            yield f"{AVERAGE}/{name}", whole_tensor(average)
 
     @torch.no_grad()
     def load_head(self, tensors: dict[str, Tensor]) -> None:
@@ -167,19 +196,26 @@ class Parallel:
             own[name].copy_(placed_like(own[name], tensor))
 
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        """Give every parameter its saved moments. Learning rate, decay and betas stay the recipe's.
+        """Give every parameter its saved moments, and its average. Learning rate, decay and betas stay the recipe's.
 
         Raises: StorageError when the parameters are not those that were saved.
         """
         names = {parameter: name for name, parameter in self.head.named_parameters()}
         own = dict(self.head.named_parameters())
         saved: dict[str, dict[str, Tensor]] = {}
+        averages: dict[str, Tensor] = {}
         for path, tensor in tensors.items():
             key, name = path.split("/", 1)
             whole = name in own and tensor.ndim > 0
-            saved.setdefault(name, {})[key] = placed_like(own[name], tensor) if whole else tensor
+            placed = placed_like(own[name], tensor) if whole else tensor
+            if key == AVERAGE:
+                averages[name] = placed.to(own[name].device, copy=True) if name in own else placed
+            else:
+                saved.setdefault(name, {})[key] = placed
         wanted = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
         check_optimizer_names(set(saved), set(wanted))
+        check_optimizer_names(set(averages), set(wanted))
+        self.averages.load(averages)
         if saved:
             # load_state_dict puts each tensor where this optimiser variant (fused or not) needs it
             groups = self.optimizer.state_dict()["param_groups"]

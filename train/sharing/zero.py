@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from headstart.heads.errors import ConfigError
+from headstart.train.averages import KEY as AVERAGE
 from headstart.train.config import TrainConfig
 from headstart.train.optim import build_optimizer
 from headstart.train.sharing.parallel import (
@@ -170,7 +171,8 @@ class Zero(Parallel):
                 parameter.data.copy_(value)
 
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
+        parameters = self.named_trainable()
+        tensors = {path: tensor for path, tensor in tensors.items() if not path.startswith(f"{AVERAGE}/")}
         check_optimizer_names({path.split("/", 1)[1] for path in tensors}, set(parameters))
         for path, tensor in tensors.items():
             key, name = path.split("/", 1)

@@ -72,6 +72,18 @@ def test_zero_cannot_clip_by_value():
         resolve_kind(TrainConfig(steps=1, parallel="zero3", clip_value=0.5), accelerator())
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
+def test_muon_needs_whole_matrices(kind):
+    with pytest.raises(ConfigError, match=f"train.optimizer: found muon with train.parallel={kind}.*=replicated"):
+        resolve_kind(TrainConfig(steps=1, parallel=kind, optimizer="muon"), accelerator())
+    assert resolve_kind(TrainConfig(steps=1, optimizer="muon"), accelerator()) == "replicated"
+
+
+def test_zero_makes_no_averages():
+    with pytest.raises(ConfigError, match="train.average_decay: found 0.9 with train.parallel=zero2"):
+        resolve_kind(TrainConfig(steps=1, parallel="zero2", average_decay=0.9), accelerator())
+
+
 @pytest.mark.parametrize(
     ("target", "ranks", "node", "message"),
     [

@@ -283,6 +283,8 @@ def _work(rank: int, out: Path) -> dict:
     found["sharded"] = head.state_dict()
     head, _ = run(out / "resharded", parallel="fsdp2")
     found["resharded"] = head.state_dict()
+    head, _ = run(out / "averaged", parallel="fsdp2", average_decay=0.8, validate=shards_are_whole)
+    found["averaged"] = head.state_dict()
     try:
         run(out / "nan", FakeSource(make_documents(), poison=3))  # pack 1: rank 1's
     except TrainingError as error:
@@ -310,10 +312,10 @@ def _work(rank: int, out: Path) -> dict:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    for name in ("resumed", "resharded"):
+    for name in ("resumed", "resharded", "averaged"):
         source = Signalled(make_documents())
         source.after = 9  # in the fourth step
-        assert run(out / name, source)[1].step == 4
+        assert run(out / name, source, **({"average_decay": 0.8} if name == "averaged" else {}))[1].step == 4
     return out, on_two_ranks(lambda rank: _work(rank, out), out)
 
 
@@ -403,6 +405,15 @@ def test_a_disk_that_stays_full_ends_every_rank_and_keeps_the_last_checkpoint(ra
 def test_fsdp2_holds_half_of_every_parameter_of_rank_0(ranks):
     for rank in range(2):  # 13 rows: seven and six
         assert ranks[1][rank]["shards"] == [(7, 6)[rank]] * 6
+
+
+def test_averages_are_those_of_one_process_in_shards_too(ranks, tmp_path):
+    expected, _ = run(tmp_path, average_decay=0.8)
+    for rank in range(2):
+        for name, value in expected.state_dict().items():
+            assert torch.allclose(ranks[1][rank]["averaged"][name], value, atol=2e-5), name
+    plain, _ = run(tmp_path / "plain")
+    assert not torch.allclose(plain.heads[0].weight, expected.heads[0].weight, atol=1e-3)
 
 
 def test_non_finite_loss_of_one_rank_is_named_on_all(ranks):

@@ -1,6 +1,6 @@
 """Two head families that exist for a test, and the house with them in it.
 
-`add_families` makes the house as CONTRIBUTING's "A new head family" says: new files at their places, and `EDITS` in
+`add_families` makes the house as docs/adding-a-family.md says: new files at their places, and `EDITS` in
 three files that exist. Everything else is a link to the real house. To look at it:
 
     python tests/throwaway/edits.py DIR && cd DIR && PYTHONPATH=. pytest tests/eval/test_contract.py

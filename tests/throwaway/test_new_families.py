@@ -1,4 +1,4 @@
-"""Two families that are made as CONTRIBUTING says: few files change, and every contract suite holds for them."""
+"""Two families, made as docs/adding-a-family.md says: few files change, and every contract suite holds for them."""
 
 from __future__ import annotations
 

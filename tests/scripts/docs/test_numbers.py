@@ -1,0 +1,207 @@
+"""Figures and tables of the documentation say what docs/results holds and what the code computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import matplotlib
+import pytest
+from doc_blocks import ROOT
+
+from headstart.eval.drafters import DRAFTERS
+from headstart.heads.families import FAMILIES
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def draw() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "docs/figures/draw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def words_of(svg: str) -> list[str]:
+    """What a figure says."""
+    return [re.sub(r"<[^>]*>", "", text).strip() for text in re.findall(r"<text.*?</text>", svg, re.DOTALL)]
+
+
+@pytest.mark.parametrize("name", ["results", "positions", "rollout", "tree", "block", "expected", "overlap"])
+def test_figures_are_up_to_date(name: str, draw: ModuleType) -> None:
+    """If not: python docs/figures/draw.py"""
+    kept, made = (ROOT / f"docs/figures/{name}.svg").read_text(encoding="utf-8"), draw.svg_of(name)
+    assert words_of(kept) == words_of(made) and len(words_of(kept)) > 5
+    pinned = f"matplotlib=={matplotlib.__version__}" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert kept == made or not pinned  # another matplotlib may draw the same numbers otherwise
+
+
+def test_every_figure_is_tested_and_shown(draw: ModuleType) -> None:
+    shown = "".join((ROOT / page).read_text() for page in ("docs/maths.md", "docs/index.md"))
+    for name in draw.FIGURES:
+        assert f"figures/{name}.svg" in shown
+    assert {path.stem for path in (ROOT / "docs/figures").glob("*.svg")} == set(draw.FIGURES)
+
+
+def rows(name: str, **fields: Any) -> list[Row]:
+    """Rows of a file of results whose fields are these."""
+    found: list[Row] = json.loads((ROOT / f"docs/results/{name}.json").read_text())
+    return [row for row in found if all(row.get(key) == value for key, value in fields.items())]
+
+
+def one(name: str, field: str, **fields: Any) -> float:
+    """The value of the newest row with these fields: files are in the order of measuring."""
+    found = rows(name, **fields)
+    assert found, f"{name}.json has no row with {fields}"
+    return float(found[-1][field])
+
+
+def fixed(head: str, batch: int) -> float:
+    target = "smollm2-135m-instruct"
+    return max(row["speedup"] for row in rows("scheduler", head=head, batch=batch, target=target, scheduler="off"))
+
+
+def smollm2(head: str, eval_set: str, tree: str, seconds: int | None = None, data: str = "") -> float:
+    found = rows("smollm2", head=head, eval_set=eval_set, tree=tree, temperature=0.0)
+    found = [row for row in found if data in row["data"] and seconds in (None, row["train_seconds"])]
+    assert found, (head, eval_set, tree)
+    return float(found[-1]["tau"])
+
+
+def decode(case: str, card: str, revision: str, **more: Any) -> float:
+    found = [row for row in rows("decode_speed", case=case, **more) if card in row["card"]]
+    (row,) = (row for row in found if row["git_revision"].startswith(revision))
+    return float(row["value"])
+
+
+def training(case: str, card: str, field: str = "tokens_per_s", **more: Any) -> float:
+    found = [row for row in rows("train_speed", case=case, **more) if card in row["card"]]
+    return float(found[0][field])  # the first is the one in the table of docs/results/README.md
+
+
+def scaled(case: str, gpus: int) -> float:
+    return 100 * one("scaling", "efficiency", case=case, gpus=gpus)
+
+
+#: what a table's line begins with → the numbers in its last column, as the files have them
+README: dict[str, Callable[[], list[str]]] = {
+    "| τ of EAGLE-3 on SmolLM2-135M": lambda: [f"{smollm2('eagle3', 'spec_bench', 'tree60'):.2f}"],
+    "| speed-up of that head at batch 1": lambda: [
+        f"{decode('smollm2_speedup', 'H200', '1289375', tree='tree16', levels=5, k=4):.2f} ×"
+    ],
+    "| speed-up by the clock at batch 32": lambda: [f"{fixed('eagle3', 32):.2f}, {fixed('dspark', 32):.2f} ×"],
+    "| speed-up at Llama-3.1-8B sizes": lambda: [
+        f"{decode('chain3_speedup', 'H100', '74bf34a'):.2f} × (H100)",
+        f"{decode('chain3_speedup', 'H200', '97e1397'):.2f} × (H200)",
+    ],
+    "| the same with EAGLE-2 trees": lambda: [
+        f"{decode('tree60_speedup', 'H100', '74bf34a'):.2f} × (H100)",
+        f"{decode('tree60_speedup', 'H200', '97e1397'):.2f} × (H200)",
+    ],
+    "| greedy output identical": lambda: (
+        ["480 of 480"] if one("decode_speed", "identical", case="identity_fp32") == 480 else []
+    ),
+    "| EAGLE-3 training at": lambda: [f"{training('fixed_all', 'H100', preset='llama-3.1-8b'):,.0f} tokens/s"],
+    "| training on live features on four H200s": lambda: [
+        ", ".join(f"{scaled(case, 4):.0f}" for case in ("ddp", "fsdp2", "zero2", "zero3", "fsdp2_target")) + " % each"
+    ],
+}
+
+
+def table_line(page: str, begins: str) -> str:
+    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(begins)]
+    assert len(lines) == 1, f"{page}: {len(lines)} lines begin with {begins!r}"
+    return lines[0]
+
+
+@pytest.mark.parametrize("begins", README)
+def test_the_readme_says_what_was_measured(begins: str) -> None:
+    last = table_line("README.md", begins).split("|")[-2].replace("*", "")
+    expected = README[begins]()
+    assert expected and all(number in last for number in expected), (last, expected)
+
+
+def test_every_line_of_the_readmes_results_is_tested() -> None:
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("| what | measured |") :].split("\n\n")[0].splitlines()[2:]
+    assert all(any(line.startswith(begins) for begins in README) for line in table)
+    assert len(text.splitlines()) <= 150
+    assert "headstart eval --head yuhuili/EAGLE3-LLaMA3.1-Instruct-8B" in text
+
+
+GREEDY = "smollm2_answers.jsonl.gz"
+#: line of choosing.md → (head, chain, data) of smollm2.json
+CHOICE = {
+    "| DSpark, 2 layers": ("dspark", "chain7"),
+    "| DFlash, 4 layers": ("dflash", "chain7"),
+    "| P-EAGLE, 2 layers": ("peagle", "chain7"),
+    "| Hydra++": ("hydrapp", "chain4"),
+    "| Hydra |": ("hydra", "chain4"),
+    "| Medusa-1, low rank": ("medusa", "chain4"),
+    "| EAGLE-3 (5,325 steps)": ("eagle3", "chain5"),
+    "| EAGLE-1 (9,250 steps)": ("eagle", "chain5"),
+}
+
+
+@pytest.mark.parametrize("begins", CHOICE)
+def test_the_choice_of_heads_names_measured_lengths(begins: str) -> None:
+    head, tree = CHOICE[begins]
+    cells = [cell.strip(" *") for cell in table_line("docs/choosing.md", begins).split("|")]
+    for cell, prompts in zip(cells[3:5], ("tau_check/spec_bench", "tau_check/unseen_mix"), strict=True):
+        found = [row for row in rows("smollm2", head=head, eval_set=prompts, tree=tree) if row["data"] == GREEDY]
+        assert cell in {f"{row['tau']:.2f}" for row in found}, (begins, prompts, [row["tau"] for row in found])
+
+
+@pytest.mark.parametrize(
+    ("begins", "head"), [("| EAGLE-3 | 1", "eagle3"), ("| DSpark | 1", "dspark"), ("| Medusa-1 | 0", "medusa")]
+)
+def test_the_choice_of_heads_names_measured_speed_ups(begins: str, head: str, draw: ModuleType) -> None:
+    cells = [cell.strip() for cell in table_line("docs/choosing.md", begins).split("|")[2:6]]
+    best = [draw.best_fixed(head, batch) for batch in (1, 8, 32, 64)]
+    assert cells == [f"{row['speedup']:.2f} × ({draw.draft_in_words(row['tree'])})" for row in best]
+
+
+def test_the_choice_of_heads_names_measured_costs() -> None:
+    block = {"block": 7, "draft_vocab": 32000}
+    h200 = "H200"
+    expected = {
+        "| EAGLE-3, draft vocabulary": [
+            f"{training('fixed_all', h200, preset='llama-3.1-8b'):,.0f} tokens/s",
+            f"{training('fixed_all', h200, 'peak_gib', preset='llama-3.1-8b'):.1f} GiB",
+            f"{decode('frontier_ms', h200, '97e1397'):.2f} ms",
+        ],
+        "| DSpark, 5 layers": [
+            f"{training('dspark_all', h200, **block):,.0f} tokens/s",
+            f"{training('dspark_all', h200, 'reserved_gib', **block):.1f} GiB",
+            f"{decode('dspark_block7_ms', h200, '1289b74', draft_vocab=32000):.2f} ms",
+        ],
+        "| DFlash, 5 layers": [
+            f"{training('dflash_all', h200, **block):,.0f} tokens/s",
+            f"{training('dflash_all', h200, 'reserved_gib', **block):.1f} GiB",
+            f"{decode('dflash_block7_ms', h200, '1289b74', draft_vocab=32000):.2f} ms",
+        ],
+        "| Medusa-1, 5 heads": [
+            f"{training('medusa_all', h200):,.0f} tokens/s",
+            f"{training('medusa_all', h200, 'reserved_gib'):.1f} GiB",
+        ],
+    }
+    for begins, numbers in expected.items():
+        line = table_line("docs/choosing.md", begins)
+        assert all(number in line for number in numbers), (line, numbers)
+
+
+def test_the_choice_of_heads_names_the_trees_that_they_draft() -> None:
+    names = {"static": "static", "chain": "chain", "dynamic": "dynamic", "ddtree": "over marginals"}
+    for family in FAMILIES:
+        (line,) = (each for each in (ROOT / "docs/choosing.md").read_text().splitlines()
+                   if each.startswith("| `") and f"`{family}`" in each.split("|")[1])  # fmt: skip
+        said = line.split("|")[-2]
+        if "JetSpec" in said:
+            said = "chain, over marginals" if family == "jetspec" else "chain"
+        assert {word.strip() for word in said.split(",")} == {names[kind] for kind in DRAFTERS[family].kinds}, family

@@ -253,15 +253,25 @@ class DataConfig:
     supervise: str = "answers"
     #: Variables passed to the chat template, e.g. {enable_thinking: false}.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    #: Most tokens of one pack. A pack holds whole documents; a longer document gets a pack of its own.
-    pack_tokens: int = 4096
-    #: Where hidden states come from: online (the target runs in the training step), stored (written to disk first) or
-    #: memory (computed once and held on the device).
+    #: Most tokens of one pack. A pack holds whole documents; a longer document gets a pack of its own. auto: 16384, or
+    #: the half, the quarter … that fits the device's memory; a step then has twice, four times … train.accumulation
+    #: packs, so it learns from as many tokens. A run keeps what was chosen when it began.
+    pack_tokens: int | str = 4096
+    #: Where hidden states come from: online (the target runs in the training step), stored (written to disk first),
+    #: memory (computed once and held on the device) or auto (memory where one process trains and its device holds all,
+    #: else online).
     features: str = "online"
     #: dtype of stored hidden states: auto (the target's), float32, bfloat16 or float16.
     features_dtype: str = "auto"
     #: Tokens per file of the feature store. A killed build repeats one file at most.
     shard_tokens: int = 8192
+
+    @property
+    def pack_size(self) -> int:
+        """`pack_tokens` as a number. Raises: ConfigError where it is auto and no command has chosen it."""
+        if not isinstance(self.pack_tokens, int):
+            raise ConfigError(f"data.pack_tokens: found {self.pack_tokens!r}, expected a number here: set one")
+        return self.pack_tokens
 
     def check(self) -> None:
         """Raise ConfigError naming the first field that cannot work."""
@@ -288,14 +298,14 @@ class DataConfig:
             "too_long": ("truncate", "drop"),
             "turns": ("all", "last"),
             "supervise": ("answers", "all"),
-            "features": ("online", "stored", "memory"),
+            "features": ("online", "stored", "memory", "auto"),
             "features_dtype": ("auto", "float32", "bfloat16", "float16"),
         }
         for name, allowed in choices.items():
             check((name,), "one of " + ", ".join(allowed), allowed.__contains__)
         check(("max_length",), "a number ≥ 3", lambda value: value >= 3)
-        counts = ("min_supervised", "pack_tokens", "shard_tokens", "most_repeats")
-        check(counts, "a number ≥ 1", lambda value: value >= 1)
+        check(("min_supervised", "shard_tokens", "most_repeats"), "a number ≥ 1", lambda value: value >= 1)
+        check(("pack_tokens",), "a whole number ≥ 1, or auto", lambda value: value == "auto" or _counts(value))
         check(("held_out_fraction",), "a number in [0, 1)", lambda value: 0 <= value < 1)
 
     def _check_mixing(self) -> None:
@@ -305,3 +315,7 @@ class DataConfig:
         elif self.distill.weight is not None:
             raise ConfigError("data.distill.weight: found a weight, but no data.distill.prompts: remove it")
         check_weights(weights)
+
+
+def _counts(value: object) -> bool:
+    return type(value) is int and value >= 1

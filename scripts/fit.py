@@ -20,7 +20,8 @@ from headstart.train.step import autocast_dtype
 def run_layout(
     recipe: Recipe, device: torch.device, ranks: int, node_ranks: int, cards: int, supervised: float, tokens: int
 ) -> Layout:
-    """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated.
+    """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated and
+    `data.features=auto` as online.
 
     Args: device: what computes. tokens: of the data, 0 = unknown. Others: see Layout.
     """
@@ -36,12 +37,12 @@ def run_layout(
         parallel="replicated" if recipe.train.parallel == "auto" else recipe.train.parallel,
         target_parallel=recipe.target.parallel,
         shard_ranks=recipe.target.shard_ranks,
-        pack_tokens=recipe.data.pack_tokens,
+        pack_tokens=recipe.data.pack_size,
         accumulation=recipe.train.accumulation,
         supervised=supervised,
         half=half,
         activation_checkpointing=recipe.train.activation_checkpointing,
-        features=recipe.data.features,
+        features="online" if recipe.data.features == "auto" else recipe.data.features,
         exports_target=tuned and recipe.export.adapter == "merged",
         host=device.type == "cpu",
         muon=recipe.train.optimizer == "muon",

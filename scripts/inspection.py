@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headstart.auto import settled_here
 from headstart.console import Console
 from headstart.data.inspection import DRAFTED, ShownToken, as_json, find_samples, shown_tokens
 from headstart.data.own_choice import own_choice_of
@@ -113,7 +114,7 @@ def opened(console: Console, recipe: str, overrides: list[str], weights: bool) -
 
     Raises: DataError where it has nothing but such prompts.
     """
-    settings = load_recipe(recipe, overrides)
+    settings, _ = settled_here(load_recipe(recipe, overrides))
     run = Run(settings, console)
     if weights:
         run.require_one_process("--stats runs the target", "leave --stats out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from headstart import auto
 from headstart.console import Console
 from headstart.data.choosing.asked import read_prompts
 from headstart.data.packing import POOL, make_packs
@@ -129,15 +130,27 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
     device = launch.device(recipe)
     cards = launch.gpus or (torch.cuda.device_count() if device.type == "cuda" else 0) or 1
     node_ranks = 1 if recipe.target.parallel == "device_map" else cards
-    check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
+    ranks = node_ranks * launch.nodes
+    check_layout(recipe.train.parallel, recipe.train, recipe.target, ranks, node_ranks)
     target = weightless_target(dated_target(recipe))
     refuse_ahead(recipe, target)
     in_dtype(target, recipe, device)
+    most = None if launch.gpu_memory is None else int(launch.gpu_memory * GIB)
+    if most is None and (device.type == "cpu" or torch.cuda.is_available()):
+        most = local_device_bytes(device)
+    chosen, notes = None, []
+    if auto.is_auto(recipe):
+        chosen = auto.kept(recipe) or auto.choose(recipe, target, device, most, ranks, node_ranks, cards)
+        recipe = chosen.into(recipe)
+        notes.append(chosen.describe())
     head, data = planned_training(recipe, target), data_of(run or Run(recipe, console, target), launch)
-    notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
+    notes += [*data.notes, *(f"target: {note}" for note in target.notes)]
     layout = run_layout(
-        recipe, device, node_ranks * launch.nodes, node_ranks, cards, data.supervised, data.tokens if data.known else 0
+        recipe, device, ranks, node_ranks, cards, data.supervised, data.tokens if data.known else 0
     )  # fmt: skip
+    if recipe.data.features == "auto":
+        layout = replace(layout, features=auto.features_within(recipe, target, head, layout, most))
+        notes.append(f"auto: data.features={layout.features}")
     if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:
         notes.append("train.parallel=auto counts as replicated; to plan for FSDP2, add train.parallel=fsdp2")
     if recipe.joint.enabled:
@@ -154,9 +167,6 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
         notes.append(note)
     if note := idle_note(recipe.train.accumulation, layout.ranks):
         notes.append(note)
-    most = None if launch.gpu_memory is None else int(launch.gpu_memory * GIB)
-    if most is None and (device.type == "cpu" or torch.cuda.is_available()):
-        most = local_device_bytes(device)
     if most is None:
         notes.append("there is no GPU here, so whether it fits is not checked: give --gpu-memory GIB")
     if not data.known and layout.features == "memory":
@@ -180,10 +190,12 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
     try:
         require_fit(plan, target, head, Path(recipe.run_dir))
     except HeadstartError as error:
+        if chosen is not None and isinstance(error, ConfigError):
+            error = ConfigError(chosen.explain(str(error), recipe))
         error.details = {"plan": plan.to_json()}
         if not console.as_json:
             console.result(None, render(plan))
-        raise
+        raise error from None
     return plan
 
 
@@ -213,7 +225,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
     if launch.samples is not None:
         mean = launch.mean_tokens or most
         note = f"data: {launch.samples} samples of {mean:g} tokens as stated, all supervised"
-        return DataShape.equal(launch.samples, mean, data.pack_tokens, note)
+        return DataShape.equal(launch.samples, mean, data.pack_size, note)
     if data.distill.prompts and not run.distilled_path.is_file():
         try:
             prompts = sum(prompt.media is None for prompt in read_prompts(data.distill.prompts, seed=run.recipe.seed))
@@ -226,7 +238,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
             f"data: {prompts} prompts are not answered yet; each counts as a sample of data.max_length={most} tokens, "
             "all supervised"
         )
-        planned = DataShape.equal(prompts, most, data.pack_tokens, note)
+        planned = DataShape.equal(prompts, most, data.pack_size, note)
         planned.known = False
         return planned.beside(_read(run.without_prompts())) if data.sources else planned
     return _read(run)
@@ -236,7 +248,7 @@ def _read(run: Run) -> DataShape:
     samples = trained_samples(run)
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
-    packs = len(make_packs(lengths, run.recipe.data.pack_tokens, run.recipe.seed)) if lengths else 0
+    packs = len(make_packs(lengths, run.recipe.data.pack_size, run.recipe.seed)) if lengths else 0
     return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1))
 
 

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 
 from accelerate import Accelerator
 
+from headstart.auto import settled_on_ranks
 from headstart.console import Console
 from headstart.heads.errors import ConfigError, HeadstartError, explain_memory
 from headstart.heads.escape import plain
@@ -66,7 +67,10 @@ def main(
             if startup is not None:
                 startup.over()
             console = Console(silent=not accelerator.is_main_process)
-            run = Run(recipe, console, device=str(accelerator.device), ahead=("train",))
+            ranks = accelerator.num_processes
+            node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+            resolved, settled = settled_on_ranks(recipe, accelerator.device, ranks, node_ranks)
+            run = Run(resolved, console, device=str(accelerator.device), ahead=("train",), settled=settled)
             working = console.phase("headstart.train", said=False, drawn=False)
             with working, without_bars(("huggingface_hub", "transformers")):
                 train_ranks(run, accelerator, watch, options.only_distill)

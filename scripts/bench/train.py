@@ -341,7 +341,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     run = Run(load_recipe(arguments.run / "recipe.yaml", overrides), Console(silent=True))
     trained = trained_samples(run)
     head = fresh_head(run)
-    packs = make_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
+    packs = make_packs([len(sample) for sample in trained], run.recipe.data.pack_size, 0, 0)
     batches = (FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth) for pack in packs)
     flops = sum(6 * head.multiply_adds(len(batch.tokens_R), batch.anchors.count_K) for batch in batches)
     tokens = sum(len(sample) for sample in trained)

@@ -52,12 +52,14 @@ def open_run(
     values: dict[str, Any] | None = None,
 ) -> Run:
     """The run of a recipe. `ahead`: the steps that the command is for; `values`: settings that its options give."""
+    from headstart.auto import settled_here
     from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
 
     with console.screen.hold():  # a person may be asked whether a recipe is trusted
         loaded = load_recipe(recipe, overrides or [], values)
-    return Run(loaded, console, ahead=ahead)
+    resolved, settled = settled_here(loaded)
+    return Run(resolved, console, ahead=ahead, settled=settled)
 
 
 def split_recipe(arguments: list[str] | None) -> tuple[str | None, list[str]]:

@@ -118,7 +118,7 @@ def _answer(run: Run, begin: Begin, ranks: Ranks, asked: tuple[list[Prompt], Rej
     target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
     done = total = 0
     if ranks.rank == 0:
-        run.claim(begin)
+        run.claim(begin, trains=False)
         rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
     with run.console.progress("distill", "answers", first="the first ones take longer:") as advance:
 

@@ -19,7 +19,7 @@ from headstart.heads.files import read_json, write_json
 from headstart.heads.formats.loading import map_head
 from headstart.heads.targets.target import Target
 from headstart.pipeline.data import prepare, trained_samples
-from headstart.pipeline.features import feature_source
+from headstart.pipeline.features import feature_source, features_kind
 from headstart.pipeline.run import Run
 from headstart.saved_heads import find_head
 from headstart.train.sharing.distributed import all_ranks, from_main
@@ -89,7 +89,7 @@ def _chosen(run: Run, config: HeadConfig, sketch: Head) -> tuple[list[int], Feat
     if _earlier_version(run) and config.vocabulary_share is None:
         count_V = token_counts(prepare(run).train, whole)
         return vocab.choose_draft_vocab(count_V, size, target.stop_token_ids).tolist(), None
-    samples, kind = trained_samples(run), run.recipe.data.features
+    samples, kind = trained_samples(run), features_kind(run)
     source: FeatureSource | None = None
     if not sketch.spec.tokens_alone:
         source = feature_source(run, samples, "train", sketch, sketch.depth)

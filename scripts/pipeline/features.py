@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headstart.auto import held_or_live
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
 from headstart.data.samples import Sample
@@ -36,10 +37,28 @@ def _store(run: Run, begin: Begin) -> dict[str, Any]:
         with run.console.progress(f"features ({name})", "tokens") as advance:
             build_store(
                 run.target, samples, spec, store / name, config.features_dtype, config.shard_tokens,
-                config.pack_tokens, advance,
+                config.pack_size, advance,
             )  # fmt: skip
     size = sum(path.stat().st_size for path in store.rglob("*.safetensors"))
     return {"path": str(store), "layer_ids": list(spec.layer_ids), "bytes": size}
+
+
+def data_tokens(run: Run) -> int:
+    """Tokens of the run's data, held-out samples included."""
+    data = prepare(run)
+    return sum(map(len, (*data.train, *data.held_out)))
+
+
+def features_kind(run: Run) -> str:
+    """`data.features`; what `auto` means where the data is known: online or memory. The head that is trained is the
+    same."""
+    if run.recipe.data.features != "auto":
+        return run.recipe.data.features
+    if run.features is None:
+        alone = not run.on_rank and run.recipe.target.parallel == "none"
+        run.features = held_or_live(run.recipe, run.planned, data_tokens(run)) if alone else "online"
+        run.console.say(f"auto: data.features={run.features}")
+    return run.features
 
 
 def feature_source(
@@ -51,7 +70,7 @@ def feature_source(
         name: "train" or "held_out".
         depth: largest depth that is supervised: the head's K, or the length of the measured chain.
     """
-    kind, target = run.recipe.data.features, run.target
+    kind, target = features_kind(run), run.target
     if kind == "memory":
         with run.console.progress(f"features ({name})", "tokens") as advance:
             return MemoryFeatures(target, samples, head.spec, depth, progress=advance)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from headstart import auto
+from headstart.auto import Chosen
 from headstart.console import Console
 from headstart.data.choosing.duplicates import require_minhash
 from headstart.data.config import DistillConfig
@@ -59,9 +61,11 @@ class Run:
         target: a loaded target; None loads recipe.target when a step first needs it.
         device: overrides recipe.target.device (each rank of a distributed launch has its own).
         ahead: the steps that the command will do; `check` asks what they would refuse.
+        settled: where the recipe given was `auto`: that recipe, and what was chosen; `recipe` has the choice.
 
     Attributes:
         prepared: the samples, once pipeline.data.prepare has made them.
+        features: what `data.features=auto` means for them, once pipeline.features.features_kind has chosen it.
         target: the recipe's target, which answers prompts and gives the features of training.
         drafted_target: the target that the trained head drafts for: the same, or with the adapter of joint training in
             its weights.
@@ -74,12 +78,14 @@ class Run:
         target: Target | None = None,
         device: str | None = None,
         ahead: Sequence[str] = (),
+        settled: tuple[Recipe, Chosen] | None = None,
     ):
-        self.recipe, self.console, self.ahead = recipe, console, ahead
+        self.recipe, self.console, self.ahead, self.settled = recipe, console, ahead, settled
         self.dir = Path(recipe.run_dir)
         self.markers = Markers(self.dir, console.say, self.check, lambda step: console.phase(step, False, False))
         self.inputs = Inputs(recipe, self.markers)
         self.prepared: PreparedData | None = None
+        self.features: str | None = None
         self._target, self._device = target, device
         self._drafted: Target | None = None
 
@@ -140,6 +146,11 @@ class Run:
             return build_head(self.recipe.head, self.weightless.dims).spec
 
     @property
+    def on_rank(self) -> bool:
+        """Whether this process is a rank of a launch."""
+        return self._device is not None
+
+    @property
     def distilled_path(self) -> Path:
         return self.dir / DISTILLED
 
@@ -176,10 +187,15 @@ class Run:
         """Write the resolved recipe into the run directory."""
         write_text(self.dir / "recipe.yaml", to_yaml(self.recipe))
 
-    def claim(self, begin: Begin) -> None:
-        """Begin a step, and save the recipe, because from here on the run directory holds what this recipe makes."""
+    def claim(self, begin: Begin, trains: bool = True) -> None:
+        """Begin a step, and save the recipe, because from here on the run directory holds what this recipe makes.
+
+        Args: trains: whether the step is a part of training, which keeps the packs that it begins with.
+        """
         begin()
         self.save_recipe()
+        if trains and self.settled is not None:
+            auto.keep(*self.settled)
 
     def check(self) -> None:
         """Refuse what the steps ahead would refuse; called before the first that is not done. Loads no weights.
@@ -203,10 +219,21 @@ class Run:
             pass
 
     def check_memory(self, tokens: int = 0) -> None:
-        """Refuse a training that does not fit the device, where one process trains. Args: tokens: of the data."""
-        alone = self._device is None and self.recipe.target.parallel != "fsdp2"
-        if alone and self._target is None and self._drafted is None:
-            self.console.say(f"memory: by the plan, {require_room(self.recipe, self.planned, tokens=tokens)}")
+        """Refuse a training that does not fit the device, where one process trains. Args: tokens: of the data, where
+        they are known, which is when the target may be loaded already."""
+        loaded = self._target is not None or self._drafted is not None
+        if self.on_rank or self.recipe.target.parallel == "fsdp2" or (loaded and not tokens):
+            return
+        try:
+            room = require_room(self.recipe, self.planned, tokens=tokens)
+        except ConfigError as error:
+            if self.settled is None:
+                raise
+            raise ConfigError(self.settled[1].explain(str(error), self.recipe)) from None
+        if not tokens:
+            if self.settled is not None:
+                self.console.say(self.settled[1].describe())
+            self.console.say(f"memory: by the plan, {room}")
 
     def check_eval_data(self) -> None:
         """Raise DataError or ConfigError where `eval.data` is set and cannot be read."""

@@ -26,7 +26,7 @@ from headstart.pipeline.data import (
     trained_samples,
 )
 from headstart.pipeline.draft_vocab import choose_vocabulary, keep_vocabulary
-from headstart.pipeline.features import feature_source, store_features
+from headstart.pipeline.features import data_tokens, feature_source, features_kind, store_features
 from headstart.pipeline.inputs import lasting
 from headstart.pipeline.joint import save_adapter_of, trained_head
 from headstart.pipeline.markers import Begin, no_begin
@@ -82,6 +82,8 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
     Args: begin: called when nothing can be refused any more, before the first training step.
     """
     data = prepare(run)
+    if features_kind(run) == "memory":  # held beside everything else, and only now known how many
+        run.check_memory(data_tokens(run))
     require_decoding(run.target, run.feature_spec(), run.recipe.export.force)
     head, features = head_and_features(run)
     with trained_head(run, head) as training:
@@ -111,7 +113,7 @@ def _train(
     supervised = [sample.supervised for sample in samples]
     result = loop.train(
         training,
-        TrainData(source, recipe.data.pack_tokens, supervised),
+        TrainData(source, recipe.data.pack_size, supervised),
         target.teacher,
         recipe.train,
         run.dir,
@@ -202,7 +204,7 @@ def _validator(run: Run, data: PreparedData, head: Head, accelerator: Any) -> Va
     config, target = run.recipe.train, run.target
     chain = measured_chain(run, head)
     source = feature_source(run, data.held_out, "held_out", head, max(head.depth, chain))
-    packs = make_packs(source.lengths, run.recipe.data.pack_tokens, 0, 0)
+    packs = make_packs(source.lengths, run.recipe.data.pack_size, 0, 0)
     prompts = [first_prompt(sample) for sample in held_out_prompts(data)[: config.tau_prompts]]
 
     def probe(trained: Head) -> float:

@@ -97,7 +97,7 @@ def check_together(target: TargetConfig, train: TrainConfig, features: str) -> N
             f"target.adapter: found {target.adapter!r} {why}, which trains an adapter of its own: leave it out, or "
             f"{MERGE_YOURSELF}"
         )
-    if features != "online":
+    if features not in ("online", "auto"):
         raise ConfigError(
             f"data.features: found {features} {why}; the target changes, so its features cannot be kept: set "
             "data.features=online"

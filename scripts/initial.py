@@ -50,10 +50,14 @@ PACKS, PACKS_OF_EPOCH = (16384, 8192, 4096, 2048, 1024), 20
 LONGEST, LENGTH_STEP = 4096, 256
 #: conversations that are wanted for validation, and the largest share that they may take
 HELD_OUT, MOST_HELD_OUT = 24, 0.2
-#: on a CPU: settings with which a run takes minutes (those of the recipe quickstart, and a clock)
+#: on a CPU: tokens whose features take two cores ten minutes; of more, they are computed within the training's time
+STORED_ON_CPU = 400_000
+#: on a CPU: seconds in which the target answers prompts
+ANSWERING_ON_CPU_S = 300.0
+#: on a CPU: settings with which a run takes minutes (those of the recipe quickstart, and clocks)
 CPU: dict[str, Any] = {
     "target.device": "cpu", "target.dtype": "float32", "head.depth": 4, "head.draft_vocab_size": 4096,
-    "data.pack_tokens": 1024, "train.max_seconds": 600.0, "train.tau_prompts": 2, "train.tau_tokens": 32,
+    "data.pack_tokens": 1024, "train.max_seconds": 480.0, "train.tau_prompts": 2, "train.tau_tokens": 32,
     "eval.limit": 12, "eval.max_new_tokens": 128, "tune.batch_sizes": [1, 4, 16],
 }  # fmt: skip
 QUIET = Console(silent=True)
@@ -232,6 +236,8 @@ def fitted(chosen: Candidate, basics: Mapping[str, Any], found: Found, target: T
     if not found.answered:
         own = basic.data.distill.max_new_tokens
         settings["data.distill.max_new_tokens"] = own if hardware.gpus else min(own, 128)
+        if not hardware.gpus:  # the prompts that are left then do not train
+            settings["data.distill.max_seconds"] = ANSWERING_ON_CPU_S
     settings["data.max_length"] = min(LONGEST, target.positions)
     run = Run(recipe_of(chosen.base, settings), QUIET, target)
     settings["data.max_length"] = _max_length(found, run, target)
@@ -277,6 +283,8 @@ def _features(recipe: Recipe, target: Target, head: Head, layout: Layout, shape:
     if recipe.target.device != "cpu":
         held = replace(layout, features="memory", tokens=shape.tokens)
         return "memory" if layout.ranks == 1 and memory_of(target, head, held)[1] <= device else "online"
+    if shape.tokens > STORED_ON_CPU:
+        return "online"
     stored = disk_of(target, head, recipe.train, replace(layout, features="stored"), None, shape.tokens)
     try:
         require_disk(Path(recipe.run_dir), sum(stored.values()), "the run")

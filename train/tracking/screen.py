@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import Progress
 from rich.progress_bar import ProgressBar
@@ -59,6 +60,21 @@ def rate_text(rate: float) -> str:
 def duration(seconds: float) -> str:
     """0:01:15; seconds below a minute as 12 s."""
     return f"{seconds:.0f} s" if seconds < 59.5 else str(timedelta(seconds=round(seconds)))
+
+
+class Note:
+    """What stands below a bar: parts with two spaces between them. Those that the line has no room for are left out."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        first, *others = self.text.split("  ")
+        for part in others:
+            if cell_len(f"{first}  {part}") > options.max_width:
+                break
+            first += f"  {part}"
+        yield Text(first, no_wrap=True, overflow="ellipsis")
 
 
 class Phase:
@@ -133,20 +149,27 @@ class Bar(Phase):
         of = "" if self.total is None else f" of {show(self.total)}"
         return f"{show(self.done)}{of} {self.unit if self.unit != 's' else ''}".rstrip()
 
+    def waited(self, now: float) -> str | None:
+        """How long the count has not grown, where that is longer than SILENT_S."""
+        still = now - self.grown >= SILENT_S and not self.over
+        return f"this one for {duration(now - self.grown)}" if still else None
+
     def line(self, now: float) -> str:
         parts = [self.counted()]
         if (rate := self.rate()) is not None and not self.note:
             parts.append(f"{rate_text(rate)} {self.unit}/s")
         if (left := self.left()) is not None:
             parts.append(f"{duration(left)} left")
-        if now - self.grown >= SILENT_S and not self.over:
-            parts.append(f"{self.first or 'this one for'} {duration(now - self.grown)}")
+        if (waited := self.waited(now)) is not None:
+            parts.append(f"{self.first} {duration(now - self.grown)}" if self.first else waited)
         return f"{self.name}: {', '.join(parts)}" + (f"  {self.note}" if self.note else "")
 
     def rows(self, now: float) -> list[RenderableType]:
         left, rate = self.left(), self.rate()
         right = [self.counted()]
-        if rate is not None and not self.note:
+        if (waited := self.waited(now)) is not None:  # a bar that stands still says that work goes on
+            right.append(waited)
+        elif rate is not None and not self.note:
             right.append(f"{rate_text(rate)}/s")
         if left is not None:
             right.append(f"{duration(left)} left")
@@ -156,7 +179,7 @@ class Bar(Phase):
         table.add_row(Text(name), bar, Text("  ".join(right)))
         rows: list[RenderableType] = [table]
         if self.note:
-            rows.append(Text(self.note, no_wrap=True, overflow="ellipsis"))
+            rows.append(Note(self.note))
         return rows
 
 

@@ -28,6 +28,7 @@ from headstart.commands import (
     train,
     tune,
 )
+from headstart.threads import sleep_soon
 
 app = typer.Typer(
     name="headstart",
@@ -65,6 +66,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line, by default that of this process; returns the exit code."""
+    sleep_soon()
     try:
         app(args=arguments, prog_name="headstart")
     except SystemExit as stop:

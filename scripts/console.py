@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
@@ -16,6 +18,24 @@ from headstart.train.tracking.screen import Phase, Screen, plain
 
 #: reports progress: (how many are done, of how many, a message or "")
 Advance = Callable[[int, int, str], None]
+#: how a line begins that is a command to copy
+COMMAND = re.compile(r" *(headstart|accelerate|python3?|vllm|pip) ")
+
+
+def wrapped_lines(text: str, width: int) -> str:
+    """`text` in lines of at most `width` columns, broken between words. A command to copy and a path stay whole."""
+    lines = []
+    for line in text.split("\n"):
+        start = re.match(r" *(- )?", line)
+        assert start is not None
+        if len(line) <= width or COMMAND.match(line):
+            lines.append(line)
+            continue
+        lines += textwrap.wrap(
+            line[start.end() :], width, initial_indent=start[0], subsequent_indent=" " * start.end(),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return "\n".join(lines)
 
 
 class Harmless:
@@ -67,6 +87,7 @@ class Console:
             console = RichConsole(file=self._out, highlight=False, markup=False, width=width)
             with console.capture() as kept:
                 if isinstance(made, str):
+                    made = wrapped_lines(made, console.width) if self._out.isatty() else made
                     console.print(plain(made), soft_wrap=True)
                 else:
                     console.print(Harmless(made))

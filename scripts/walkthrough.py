@@ -24,9 +24,10 @@ CLONE = "git clone"
 COMMANDS = (
     "bash scripts/install.sh",
     ". .venv/bin/activate",
-    "headstart init --data my_conversations.jsonl",
-    "headstart plan my_conversations.yaml",
-    "headstart run my_conversations.yaml",
+    "headstart init --target smollm2-135m-instruct --data my_conversations.jsonl --gpu none --out mine.yaml",
+    "headstart plan mine.yaml",
+    "headstart inspect mine.yaml --n 2",
+    "headstart run mine.yaml",
 )
 #: most minutes that the docs promise
 MINUTES = 25

@@ -6,8 +6,10 @@ import os
 
 from headstart.process_exit import ProcessExit
 from headstart.sigterm import StartupStop
+from headstart.threads import sleep_soon
 
 if __name__ == "__main__":
+    sleep_soon()
     launcher, startup, process_exit = os.getppid(), StartupStop(), ProcessExit()
     from headstart.train.sharing.distributed import is_distributed
     from headstart.train_on_ranks import main

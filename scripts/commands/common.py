@@ -121,10 +121,12 @@ def write_new(place: Path, text: str, force: bool) -> None:
 
 
 @contextmanager
-def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
+def command_body(as_json: bool, alone: str | None = None, libraries: bool = False) -> Iterator[Console]:
     """What every command runs inside. An error becomes one message and an exit code.
 
-    Args: alone: the command's name, where it refuses to run as one of several ranks of a launch.
+    Args:
+        alone: the command's name, where it refuses to run as one of several ranks of a launch.
+        libraries: whether the command needs torch and transformers, whose loading takes seconds.
     """
     startup = StartupStop()
     from headstart.heads.errors import HeadstartError, Terminated, explain_memory
@@ -137,7 +139,7 @@ def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
             inside.enter_context(console.stdout_guard())
             inside.enter_context(console.phase(f"headstart {alone}" if alone else "headstart", False, drawn=False))
             startup.over()
-            if alone is not None:
+            if alone is not None or libraries:
                 _load_libraries(alone, console)
                 inside.enter_context(without_bars(("huggingface_hub", "transformers")))
             yield console
@@ -155,12 +157,13 @@ def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
         raise typer.Exit(mistake.exit_code) from None
 
 
-def _load_libraries(command: str, console: Console) -> None:
-    """What takes seconds before a command can begin. Raises ConfigError where it runs as one of several ranks."""
+def _load_libraries(command: str | None, console: Console) -> None:
+    """What takes seconds before a command can begin. Raises ConfigError where `command` is one of several ranks."""
     with console.phase("loading libraries (PyTorch, transformers)", said=False):
         from headstart.train.launching.rendezvous import refuse_ranks
 
-        refuse_ranks(command)
+        if command is not None:
+            refuse_ranks(command)
         import headstart.pipeline.export
         import headstart.pipeline.train  # noqa: F401
 

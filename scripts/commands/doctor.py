@@ -33,7 +33,7 @@ def command(
 
     Of the machine: versions, devices, disk, memory. Of the recipe: target, chat template, data and head.
     """
-    with command_body(json) as console:
+    with command_body(json, libraries=True) as console:
         from rich.table import Table
 
         checks = _machine()

@@ -61,7 +61,7 @@ def command(
 
     With a RECIPE, its trained head is exported; with --head and --target, any head.
     """
-    with command_body(json, None if check else "export") as console:
+    with command_body(json, None if check else "export", libraries=True) as console:
         from headstart.heads.errors import ConfigError
 
         if check is not None:

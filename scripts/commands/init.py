@@ -40,7 +40,7 @@ def command(
     Reads the data, looks at the target's config (not its weights), picks a head that engines serve, and plans what
     fits. On a terminal it asks for what is not given.
     """
-    with command_body(json) as console:
+    with command_body(json, libraries=True) as console:
         asker = Asker(console, asks=sys.stdin.isatty() and not yes and not json)
         value = make(asker, {"target": target, "data": data, "gpu": gpu, "head": head}, out, force)
         console.result(value, lambda: "\n".join(value["next"]))

@@ -32,7 +32,7 @@ def command(
 
     Also says what was dropped or truncated. Needs no model weights but for --stats.
     """
-    with command_body(json) as console:
+    with command_body(json, libraries=True) as console:
         from headstart.heads.errors import ConfigError
         from headstart.inspection import Wanted, inspect, opened
         from headstart.inspection_text import text_of

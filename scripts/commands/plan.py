@@ -34,7 +34,7 @@ def command(
     Refuses what cannot work or fit. Loads no weights.
     """
     stated = dict(zip(LAUNCH, (gpus, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens), strict=True))
-    with command_body(json) as console:
+    with command_body(json, libraries=True) as console:
         show_plan(recipe, overrides, stated, console)
 
 

@@ -21,7 +21,7 @@ def command(
 
     Shows τ, acceptance by position, tokens/s and speed-up, and names what differs between the runs.
     """
-    with command_body(json) as console:
+    with command_body(json, libraries=True) as console:
         from headstart.eval.measuring.compare import comparison_table, differences, read_reports, write_comparison
         from headstart.eval.measuring.rendering import render_saved
 

@@ -35,7 +35,7 @@ def command(
     accelerate launch -m headstart.train RECIPE.
     """
     stated = dict(zip(LAUNCH, (gpus, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens), strict=True))
-    with command_body(json, None if plan else "train") as console:
+    with command_body(json, None if plan else "train", libraries=True) as console:
         if plan:
             show_plan(recipe, overrides, stated, console)
             return

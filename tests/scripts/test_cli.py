@@ -118,3 +118,35 @@ def test_a_signal_after_the_work_does_not_change_the_exit_code() -> None:
         "os.kill(os.getpid(), signal.SIGTERM); sys.exit(code)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_sleep_soon(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    """Unless the environment says how they wait."""
+    import os
+
+    from headstart.threads import sleep_soon
+
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    sleep_soon()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+def test_threads_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from headstart.cli import main\n"
+        "main(['--version'])\n"
+        "print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])\n"
+    )
+    clean = {name: value for name, value in __import__("os").environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=clean)
+    assert done.stdout.splitlines()[-1] == "False 3000", done.stderr

@@ -54,3 +54,14 @@ def test_json_keeps_the_values_and_disturbs_no_terminal(capsys: pytest.CaptureFi
     console.result(value)
     assert json.loads(out.getvalue()) == value
     assert not set(out.getvalue()) & set("\x1b\x9b\r\ud83d\u202e\u2028") and "τ" in out.getvalue()
+
+
+def test_sentences_of_a_result_are_wrapped_and_commands_are_not() -> None:
+    from headstart.console import wrapped_lines
+
+    command = "headstart eval --head runs/mine/head --target smollm2-135m-instruct --data my_conversations.jsonl"
+    path = "/a/place/" * 12 + "file.json"
+    text = f"one two three four five\n    - reads GGUF and writes it\n  {command}\n{path}"
+    assert wrapped_lines(text, 20).split("\n") == [
+        "one two three four", "five", "    - reads GGUF and", "      writes it", f"  {command}", path,
+    ]  # fmt: skip

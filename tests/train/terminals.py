@@ -8,15 +8,21 @@ import re
 import struct
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fcntl import ioctl
 
 
-def in_terminal(work: Callable[[], object], columns: int = 80, stop_after: str = "", stops: int = 1) -> tuple[str, int]:
+def in_terminal(
+    work: Callable[[], object], columns: int = 80, stop_after: str = "", stops: int = 1,
+    answers: Sequence[tuple[str, str]] = (),
+) -> tuple[str, int]:  # fmt: skip
     """What a forked process that does `work` writes to a terminal of so many columns, and its exit code.
 
-    Args: stop_after: Ctrl-C is pressed, `stops` times, when this text was written.
+    Args:
+        stop_after: Ctrl-C is pressed, `stops` times, when this text was written.
+        answers: (what the process asks, what is typed then), in this order.
     """
+    waiting = list(answers)
     process, terminal = pty.fork()
     if process == 0:
         code = 99
@@ -42,6 +48,8 @@ def in_terminal(work: Callable[[], object], columns: int = 80, stop_after: str =
         if not piece:
             break
         written += piece
+        if waiting and waiting[0][0].encode() in written:
+            os.write(terminal, waiting.pop(0)[1].encode() + b"\r")
         if stop_after and stop_after.encode() in written:
             stop_after = ""
             os.write(terminal, b"\x03" * stops)

@@ -13,7 +13,7 @@ from terminals import in_terminal, lines_of
 from train_fakes import FakeClock
 
 from headstart.sigterm import interruptible
-from headstart.train.tracking.screen import Screen, count_text, duration
+from headstart.train.tracking.screen import Note, Screen, count_text, duration
 
 
 def piped() -> tuple[Screen, FakeClock, io.StringIO]:
@@ -118,6 +118,32 @@ def test_a_count_that_stands_still_says_for_how_long() -> None:
         "train: 0 of 300 steps, the first one compiles kernels: 5 s", "train: 1 of 300 steps, this one for 5 s",
         "train: 1 of 300 steps, this one for 10 s",
     ]  # fmt: skip
+
+
+def test_a_bar_that_stands_still_moves_on_a_terminal() -> None:
+    """Nothing else of it changes while an answer or a pack takes long."""
+    screen, clock, _ = piped()
+    out = io.StringIO()
+    terminal = Console(file=out, width=80, force_terminal=True, color_system=None)
+    with screen.bar("features (train)", "tokens", 168_329) as bar:
+        bar.update(981)
+        clock.now += 4
+        terminal.print(*bar.rows(clock.now))
+        clock.now += 8
+        terminal.print(*bar.rows(clock.now))
+        bar.update(98_765)
+        clock.now += 3600
+        terminal.print(*bar.rows(clock.now))
+    first, second, third = out.getvalue().splitlines()
+    assert "this one" not in first and second.endswith("981 of 168.3k tokens  this one for 12 s")
+    assert third.rstrip().endswith("left") and "this one for 1:00:00" in third
+    assert all(cell_len(line.rstrip()) <= 80 for line in (first, second, third))
+
+
+def test_a_note_loses_whole_parts_where_the_line_is_full() -> None:
+    out = io.StringIO()
+    Console(file=out, width=50).print(Note("step 118  loss 14.52  accepted length 1.35  183 tokens/s  lr 1.7e-05"))
+    assert out.getvalue() == "step 118  loss 14.52  accepted length 1.35\n"
 
 
 def test_numbers_are_short() -> None:

@@ -12,6 +12,7 @@ import sys
 import typer
 
 from headstart.commands import (
+    compare,
     distill,
     doctor,
     evaluate,
@@ -48,6 +49,7 @@ app.command("eval")(evaluate.command)
 app.command("tune")(tune.command)
 app.command("export")(export.command)
 app.command("report")(report.command)
+app.command("compare")(compare.command)
 app.command("run")(run.command)
 app.command("doctor")(doctor.command)
 app.command("recipe")(recipe.command)

@@ -1,0 +1,168 @@
+"""The cells of a comparison: every one is a run of its own, of a recipe with overrides."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headstart.comparing.config import CompareConfig, EntryConfig, recipe_of
+from headstart.heads.errors import ConfigError
+from headstart.heads.files import read_json, write_json
+from headstart.recipes.load import load_recipe
+from headstart.recipes.schema import Recipe
+
+#: most characters of a cell's name
+LONGEST = 120
+#: steps with which a cell is checked before the data tells how many its positions take
+UNKNOWN_STEPS = 10**6
+#: file of a comparison's folder that tells its processes what to do
+WORK = "work.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training and its measurement.
+
+    Attributes:
+        name: its folder below `cells/`.
+        recipe: name of a shipped recipe, or a file.
+        overrides: settings, `key=value`, without those of the budget.
+        lever, value: what it changes, for the rows; value is None without a grid.
+        baseline: whether others are compared with it.
+        budget: {"kind": seconds | steps | positions, "value"}.
+        steps: of a budget of positions; None until its data was counted.
+    """
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...]
+    lever: str
+    value: Any
+    seed: int
+    baseline: bool
+    budget: dict[str, Any]
+    steps: int | None = None
+
+    @property
+    def limits(self) -> list[str]:
+        """The budget as settings of the recipe."""
+        kind, value = self.budget["kind"], self.budget["value"]
+        seconds = value if kind == "seconds" else None
+        steps = value if kind == "steps" else (self.steps or UNKNOWN_STEPS) if kind == "positions" else None
+        given = {"epochs": None, "max_seconds": seconds, "steps": steps}
+        return [f"train.{name}={json.dumps(number)}" for name, number in given.items()]
+
+    def load(self, folder: Path, template_date: str | None = None) -> Recipe:
+        """The recipe that the cell trains. Raises ConfigError that names the cell."""
+        place = as_overrides({"name": self.name, "run_dir": str(folder / "cells" / self.name)})
+        try:
+            recipe = load_recipe(self.recipe, [*self.overrides, *self.limits, *place])
+        except ConfigError as error:
+            raise ConfigError(f"cell {self.name}: {error}") from None
+        if recipe.target.template_date is None and template_date is not None:
+            recipe.target = replace(recipe.target, template_date=template_date)
+        return recipe
+
+
+@dataclass
+class Work:
+    """A comparison as every process of it sees it.
+
+    Attributes:
+        folder: where everything lies.
+        measure: the settings of `config.MeasureConfig`, sets that are null left out.
+        command: command line that started it.
+        side_by_side: processes that train on a card at the same time.
+        template_date: the day that chat templates show, if they show one.
+    """
+
+    name: str
+    folder: Path
+    cells: list[Cell]
+    measure: dict[str, Any]
+    command: str
+    budget: dict[str, Any]
+    side_by_side: int = 1
+    template_date: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def save(self) -> Path:
+        values = asdict(self)
+        values["folder"] = str(self.folder)
+        write_json(self.folder / WORK, values)
+        return self.folder / WORK
+
+    @classmethod
+    def read(cls, path: Path) -> Work:
+        values = read_json(path)
+        cells = [Cell(**{**cell, "overrides": tuple(cell["overrides"])}) for cell in values.pop("cells")]
+        return cls(cells=cells, folder=Path(values.pop("folder")), **values)
+
+    def recipe(self, cell: Cell) -> Recipe:
+        return cell.load(self.folder, self.template_date)
+
+
+def as_overrides(settings: dict[str, Any]) -> list[str]:
+    """A mapping of settings as `key=value` words. JSON is YAML as well."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
+
+
+def make_cells(config: CompareConfig, given: Sequence[str], file: Path) -> list[Cell]:
+    """All cells, in the order of the file. Args: given: overrides of all cells' recipes from the command line.
+
+    Raises: ConfigError for a cell that is there twice, an empty grid, or an override of what a grid varies.
+    """
+    cells = [cell for n, entry in enumerate(config.cells) for cell in _of_entry(config, entry, n, given, file)]
+    names = [cell.name for cell in cells]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"cells: {repeated[0]} is there more than once: give the entries names of their own")
+    return cells
+
+
+def _of_entry(
+    config: CompareConfig, entry: EntryConfig, number: int, given: Sequence[str], file: Path
+) -> Iterator[Cell]:
+    where = f"cells[{number}]"
+    recipes = entry.recipe if isinstance(entry.recipe, list) else [entry.recipe or config.base]
+    if not recipes or not all(isinstance(recipe, str) for recipe in recipes):
+        raise ConfigError(f"{where}.recipe: found {entry.recipe!r}, expected a recipe; or give base=…")
+    for key, values in entry.grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}.grid.{key}: found {values!r}, expected a list of at least one value")
+        if taken := [text for text in given if text.partition("=")[0].strip() == key]:
+            raise ConfigError(f"override {taken[0]!r}: {where}.grid varies {key}: leave one of them out")
+    budget = {"kind": config.budget.kind, "value": getattr(config.budget, config.budget.kind)}
+    common = (*as_overrides(config.settings), *given, *as_overrides(entry.settings))
+    seeds = config.seeds if entry.seeds is None else entry.seeds
+    for recipe in recipes:
+        found = recipe_of(recipe, file)
+        title = entry.name or Path(found).stem
+        if entry.name and len(recipes) > 1:
+            title = f"{entry.name}-{Path(found).stem}"
+        for chosen in itertools.product(*entry.grid.values()):
+            varied = dict(zip(entry.grid, chosen, strict=True))
+            value = chosen[0] if len(chosen) == 1 else varied or None
+            lever = entry.lever or "+".join(entry.grid) or title
+            for seed in seeds:
+                name = cell_name(title, varied, seed)
+                yield Cell(
+                    name, found, (*common, *as_overrides(varied), f"seed={seed}"), lever, value, seed, entry.baseline,
+                    budget,
+                )  # fmt: skip
+
+
+def cell_name(title: str, varied: dict[str, Any], seed: int) -> str:
+    """Name of a cell's folder.
+
+    >>> cell_name("base", {"train.lr": 0.001}, 1)
+    'base-lr=0.001-s1'
+    """
+    parts = [f"{key.rpartition('.')[2]}={value if isinstance(value, str) else json.dumps(value)}"
+             for key, value in varied.items()]  # fmt: skip
+    text = "-".join([title, *parts])
+    return re.sub(r"[^\w.=+-]+", "_", text)[:LONGEST].strip("_.") + f"-s{seed}"

@@ -1,0 +1,167 @@
+"""The rows of a comparison as a table for the terminal, a plot, and one page that needs no other file."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from headstart.comparing.rows import by_lever
+from headstart.eval.measuring.fitted import Fitted
+from headstart.eval.measuring.rendering import number
+from headstart.heads.escape import line
+from headstart.heads.files import write_text
+from headstart.heads.formats.plots import drawn, new_figure
+
+PAGE = "compare.html"
+GIB = 2**30
+#: rows from which on the plot names only those of the front
+NAMED = 24
+
+
+def value_text(value: Any) -> str:
+    """A setting's value as one line."""
+    if value is None:
+        return "–"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 48 else text[:47] + "…"
+
+
+def table_of(values: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells of the table of all rows."""
+    rows, sets = values["rows"], values["sets"]
+    sizes = sorted({int(key.split("_")[2]) for row in rows for key in row if key.startswith("speedup_batch_")
+                    and key.count("_") == 2})  # fmt: skip
+    gains = any(f"gain_{name}" in row for row in rows for name in sets)
+    columns = ["cell", "value", "seed"]
+    for name in sets:
+        columns += [f"τ {name}", "95 %", *(["gain"] if gains else [])]
+    columns += [f"speed-up, batch {size}" for size in sizes]
+    columns += ["draft ms", "front", "s", "steps", "positions", "GiB", "M parameters"]
+    return tuple(columns), [_cells(row, sets, sizes, gains) for row in rows]
+
+
+def _cells(row: dict[str, Any], sets: Sequence[str], sizes: Sequence[int], gains: bool) -> tuple[str, ...]:
+    cells = [row["cell"], value_text(row["value"]), str(row["seed"])]
+    for name in sets:
+        interval = row.get(f"tau_{name}_ci95")
+        cells += [number(row.get(f"tau_{name}"), 3)]
+        cells += ["–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"]
+        cells += [_signed(row.get(f"gain_{name}"))] if gains else []
+    cells += [number(row.get(f"speedup_batch_{size}"), 2, "×") for size in sizes]
+    cells += [number(row["draft_ms"], 3), ", ".join(name for name in sets if row.get(f"front_{name}")) or "–"]
+    peak = row["peak_memory_bytes"]
+    cells += [
+        f"{row['train_seconds']:.0f}", f"{row['steps']:,}", f"{row['positions'] / 1e6:.2f}M",
+        number(None if peak is None else peak / GIB, 2),
+        number(None if row["parameters"] is None else row["parameters"] / 1e6, 2),
+    ]  # fmt: skip
+    return tuple(cells)
+
+
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.3f}"
+
+
+def seeds_table(values: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]] | None:
+    """Means over seeds; None where every cell has one seed."""
+    means, sets = by_lever(values["rows"], values["sets"]), values["sets"]
+    if all(len(mean["seeds"]) < 2 for mean in means):
+        return None
+    columns = ("cells", "seeds", *(text for name in sets for text in (f"mean τ {name}", "apart", "mean gain")))
+    return columns, [
+        (
+            mean["cells"], ", ".join(map(str, mean["seeds"])),
+            *(text for name in sets for text in (
+                number(mean.get(f"tau_{name}"), 3), number(mean.get(f"tau_{name}_spread"), 3),
+                _signed(mean.get(f"gain_{name}")),
+            )),
+        )
+        for mean in means
+    ]  # fmt: skip
+
+
+def sentences(values: dict[str, Any]) -> list[str]:
+    """What to know beside the table."""
+    budget = values["budget"]
+    said = [f"every cell: {budget['value']:,g} {budget['kind']}; τ: tokens committed per forward of the target"]
+    said += [f"{row['cell']}: {what}" for row in values["failed"] for what in [f"failed ({row['error']})"]]
+    if values["unfinished"]:
+        said.append(f"not finished: {', '.join(values['unfinished'])}; the same command goes on with them")
+    return [*said, *values["notes"]]
+
+
+def render(values: dict[str, Any]) -> Group:
+    """For the terminal."""
+    columns, rows = table_of(values)
+    parts: list[Any] = [Fitted("", columns, rows)] if rows else []
+    if (seeds := seeds_table(values)) is not None:
+        parts.append(Fitted("over seeds", *seeds))
+    return Group(*parts, *(Text(line(sentence)) for sentence in sentences(values)))
+
+
+def draw(values: dict[str, Any]) -> str | None:
+    """τ against the time of a draft, one panel per set, as SVG; None where no draft was timed.
+
+    Cells of one head share a colour. Those of the front are joined, and named.
+    """
+    import matplotlib
+
+    rows = [row for row in values["rows"] if row.get("draft_ms") is not None]
+    sets = [name for name in values["sets"] if any(row.get(f"tau_{name}") is not None for row in rows)]
+    if not rows or not sets:
+        return None
+    figure, grid = new_figure(9.0, 4.2 * len(sets), len(sets))
+    axes_of = list(grid) if len(sets) > 1 else [grid[0] if isinstance(grid, list | tuple) else grid]
+    families = sorted({str(row["head"]) for row in rows})
+    for axes, name in zip(axes_of, sets, strict=True):
+        _panel(axes, [row for row in rows if row.get(f"tau_{name}") is not None], name, families)
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "headstart"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _panel(axes: Any, rows: list[dict[str, Any]], name: str, families: Sequence[str]) -> None:
+    key = f"tau_{name}"
+    for number_of, family in enumerate(families):
+        points = [row for row in rows if str(row["head"]) == family]
+        if points:
+            x, y = [row["draft_ms"] for row in points], [row[key] for row in points]
+            low = [row[key] - (row.get(f"{key}_ci95") or [row[key]])[0] for row in points]
+            high = [(row.get(f"{key}_ci95") or [row[key], row[key]])[1] - row[key] for row in points]
+            errors = [[max(value, 0.0) for value in low], [max(value, 0.0) for value in high]]
+            axes.errorbar(x, y, yerr=errors, fmt="o", color=f"C{number_of % 10}", label=drawn(family),
+                          elinewidth=0.7, alpha=0.9)  # fmt: skip
+    front = sorted((row for row in rows if row.get(f"front_{name}")), key=lambda row: row["draft_ms"])
+    axes.plot([row["draft_ms"] for row in front], [row[key] for row in front], color="0.4", linewidth=1, zorder=0,
+              label="Pareto front")  # fmt: skip
+    for row in rows if len(rows) <= NAMED else front:
+        axes.annotate(drawn(row["cell"]), (row["draft_ms"], row[key]), xytext=(4, 4), textcoords="offset points",
+                      fontsize=7)  # fmt: skip
+    axes.set_xlabel("draft time per cycle, ms")
+    axes.set_ylabel(f"τ, {drawn(name)}")
+    axes.legend(fontsize=7)
+
+
+def write_page(values: dict[str, Any], folder: Path) -> Path:
+    """Write compare.html; returns its path. All text is escaped; the page loads nothing."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    template = resources.files("headstart.comparing").joinpath("page.html").read_text(encoding="utf-8")
+    columns, rows = table_of(values)
+    svg = draw(values)
+    text = Environment(autoescape=True).from_string(template).render(
+        values=values, columns=columns, rows=rows, seeds=seeds_table(values), sentences=sentences(values),
+        plot=None if svg is None else Markup(svg),  # matplotlib escapes what it draws
+        shown=value_text,
+    )  # fmt: skip
+    write_text(folder / PAGE, text)
+    return folder / PAGE

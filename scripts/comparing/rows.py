@@ -1,0 +1,165 @@
+"""What a comparison measured: one row per cell, for compare.json, the table, the plot and the page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from headstart.comparing.cells import Cell, Work
+from headstart.comparing.work import COST, SPEED, Failures, report_of
+from headstart.eval.measuring.report import Report
+from headstart.heads.files import read_json, write_json
+from headstart.heads.published import published
+from headstart.heads.published_names import name_of_data
+
+SCHEMA = 1
+
+
+def collect(work: Work) -> dict[str, Any]:
+    """Everything that is finished, as JSON values.
+
+    Returns: schema, name, budget, command, sets (keys of τ without `tau_`), rows, failed, unfinished, notes. A row has
+        `tau_SET`, `tau_SET_ci95` and, where there is a baseline, `gain_SET` over the baseline's of the same seed.
+    """
+    failures = Failures(work.folder)
+    rows, failed, unfinished = [], [], []
+    for cell in work.cells:
+        if (failure := failures.read(cell)) is not None:
+            failed.append(failure)
+        row = row_of(work, cell)
+        if row is not None:
+            rows.append(row)
+        elif failure is None:
+            unfinished.append(cell.name)
+    sets = list(dict.fromkeys(key[4:] for row in rows for key in row if key.startswith("tau_") and _is_tau(key)))
+    add_gains(rows, sets)
+    for name in sets:
+        mark_front(rows, name)
+    values = {
+        "schema": SCHEMA, "name": work.name, "budget": work.budget, "command": work.command, "sets": sets,
+        "rows": rows, "failed": failed, "unfinished": unfinished, "notes": notes_of(work),
+    }  # fmt: skip
+    return published(values)
+
+
+def _is_tau(key: str) -> bool:
+    return not key.endswith("_ci95")
+
+
+def row_of(work: Work, cell: Cell) -> dict[str, Any] | None:
+    """The row of a cell; None where it is not trained, or has no τ yet."""
+    place = work.folder / "cells" / cell.name
+    cost = place / COST
+    reports = {name: report for name in work.measure["sets"] if (report := report_of(work.folder, cell, name))}
+    if not cost.is_file() or not reports:
+        return None
+    spent, first = read_json(cost), next(iter(reports.values()))
+    head: dict[str, Any] = first.head or {}
+    row: dict[str, Any] = {
+        "cell": cell.name, "recipe": cell.recipe, "head": head.get("type"), "lever": cell.lever, "value": cell.value,
+        "seed": cell.seed, "baseline": cell.baseline, **taus(work, reports),
+    }  # fmt: skip
+    speed = report_of(work.folder, cell, SPEED)
+    row |= speeds(speed) if speed is not None else {}
+    cycle = (speed or first).cycle or {}
+    row |= {
+        "draft_ms": cycle.get("draft_ms"), "verify_ms": cycle.get("verify_ms"),
+        "draft_ms_from": None if not cycle else _how(speed or first),
+        "train_seconds": spent["seconds"], "steps": spent["steps"], "positions": spent["positions"],
+        "conversations": spent["conversations"], "peak_memory_bytes": spent["peak_memory_bytes"],
+        "parameters": head.get("parameters"), "side_by_side": work.side_by_side, "budget": work.budget,
+        "tree": first.tree["label"], "dtype": first.dtype, "batch": first.batch_size,
+        "temperature": first.temperature, "max_new_tokens": first.max_new_tokens,
+        "prompts": sum(report.prompts for report in reports.values()), "data": data_of(work, cell),
+        "settings": [*cell.overrides, *cell.limits], "card": first.device, "command": work.command,
+        "git_revision": first.git_revision, "versions": first.versions,
+    }  # fmt: skip
+    return row
+
+
+def taus(work: Work, reports: dict[str, Report]) -> dict[str, Any]:
+    """`tau_SET` and its interval; of a set with `task_field`, one for each task."""
+    found: dict[str, Any] = {}
+    for name, report in reports.items():
+        by_task = bool(work.measure["sets"][name].get("task_field"))
+        parts = dict(report.tasks) if by_task else {name: report.total}
+        for part, numbers in parts.items():
+            key = "".join(letter if letter.isalnum() else "_" for letter in part)
+            found |= {f"tau_{key}": numbers.tau, f"tau_{key}_ci95": numbers.tau_ci95}
+    return found
+
+
+def speeds(report: Report) -> dict[str, Any]:
+    """`speedup_batch_N` of every batch size that was timed."""
+    found: dict[str, Any] = {
+        f"speedup_batch_{report.batch_size}": report.speedup,
+        f"speedup_batch_{report.batch_size}_ci95": report.speedup_ci95,
+    }
+    for point in ((report.sweeps or {}).get("batch") or {}).get("points", []):
+        found[f"speedup_batch_{point['batch']}"] = point.get("speedup")
+    return found
+
+
+def _how(report: Report) -> str:
+    return f"{report.dtype}, batch {report.batch_size}"
+
+
+def data_of(work: Work, cell: Cell) -> list[str]:
+    """The sources that a cell trained on, as others may see them."""
+    data = work.recipe(cell).data
+    named = [str(source.path or source.dataset) for source in data.sources]
+    asked = [f"answers to {name_of_data(str(s.path or s.dataset))}" for s in data.distill.prompts]
+    return [*map(name_of_data, named), *asked]
+
+
+def add_gains(rows: list[dict[str, Any]], sets: Sequence[str]) -> None:
+    """Add `gain_SET` to every row that has a baseline of its seed; of several, that of its recipe, else the first."""
+    for row in rows:
+        bases = [base for base in rows if base["baseline"] and base["seed"] == row["seed"]]
+        bases.sort(key=lambda base: base["recipe"] != row["recipe"])
+        for name in sets:
+            key = f"tau_{name}"
+            if bases and not row["baseline"] and bases[0].get(key) is not None and row.get(key) is not None:
+                row[f"gain_{name}"] = row[key] - bases[0][key]
+
+
+def mark_front(rows: list[dict[str, Any]], name: str) -> None:
+    """Set `front_SET`: whether no other cell has a larger τ at the same or less draft time, or the same τ at less."""
+    points = [(row.get("draft_ms"), row.get(f"tau_{name}")) for row in rows]
+    for row, (time, tau) in zip(rows, points, strict=True):
+        if time is None or tau is None:
+            row[f"front_{name}"] = None
+            continue
+        others = [(t, u) for t, u in points if t is not None and u is not None]
+        row[f"front_{name}"] = not any(t <= time and u >= tau and (t, u) != (time, tau) for t, u in others)
+
+
+def notes_of(work: Work) -> list[str]:
+    """How to read the numbers."""
+    notes = list(work.notes)
+    if work.budget["kind"] == "positions":
+        notes.append("positions are supervised positions that training passed over, whatever share a head draws")
+    return notes
+
+
+def by_lever(rows: Sequence[dict[str, Any]], sets: Sequence[str]) -> list[dict[str, Any]]:
+    """The cells that differ in their seed alone, as one: mean τ and gain, and how far the seeds lie apart."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["cell"].rsplit("-s", 1)[0], []).append(row)
+    means = []
+    for name, members in groups.items():
+        mean: dict[str, Any] = {"cells": name, "seeds": [row["seed"] for row in members]}
+        for key in [f"{kind}_{part}" for part in sets for kind in ("tau", "gain")]:
+            values = [row[key] for row in members if row.get(key) is not None]
+            if values:
+                mean[key] = statistics.fmean(values)
+                mean[f"{key}_spread"] = max(values) - min(values)
+        means.append(mean)
+    return means
+
+
+def save(work: Work, values: dict[str, Any]) -> None:
+    """Write compare.json."""
+    write_json(work.folder / "compare.json", values)

@@ -1,0 +1,285 @@
+"""`headstart compare` on a tiny random target: cells at equal budget, what resumes, what fails, what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headstart.comparing.cells import Work, cell_name, make_cells
+from headstart.comparing.config import load_comparison, shipped_comparisons
+from headstart.comparing.data import positions_of_steps, steps_for_positions
+from headstart.comparing.rows import add_gains, mark_front
+from headstart.heads.errors import ConfigError
+from headstart.pipeline.data import trained_samples
+from headstart.pipeline.run import Run
+
+SMALL = {
+    "train.save_every": 1, "train.log_every": 1, "train.tau_prompts": 0, "data.distill.prompts": [],
+}  # fmt: skip
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, recipe: Path) -> Path:
+    """Two cells × two seeds of the tiny recipe, three steps each."""
+    path = tmp_path / "sides.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "base": recipe.name,
+                "folder": str(tmp_path / "sides"),
+                "settings": SMALL,
+                "budget": {"steps": 3},
+                "seeds": [0, 1],
+                "cells": [{"name": "plain", "baseline": True}, {"name": "rate", "grid": {"train.lr": [0.01]}}],
+                "measure": {
+                    "eval": {"max_new_tokens": 8, "batch_size": 2, "warmup_tokens": 0},
+                    "sets": {"held_out": {"limit": 2}},
+                    "speed": {"batch_sizes": [1, 2], "prompts": 1, "eval": {"sweep_prompts": 1}},
+                },
+            }
+        )
+    )
+    return path
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "compare.json").read_text())["rows"]
+
+
+def test_cells_end_in_rows_that_equal_their_reports(headstart: Callable, comparison: Path, tmp_path: Path) -> None:
+    result = headstart("compare", comparison, "--json")
+    assert result.code == 0, result.err
+    folder = tmp_path / "sides"
+    values = json.loads((folder / "compare.json").read_text())
+    assert values == result.json and values["failed"] == values["unfinished"] == []
+    rows = values["rows"]
+    names = ["plain-s0", "plain-s1", "rate-lr=0.01-s0", "rate-lr=0.01-s1"]
+    assert [row["cell"] for row in rows] == names and values["sets"] == ["held_out"]
+    for row in rows:
+        place = folder / "cells" / row["cell"]
+        report = json.loads((place / "measured/held_out/report.json").read_text())
+        speed = json.loads((place / "measured/speed/report.json").read_text())
+        trained = json.loads((place / "steps/train.json").read_text())["result"]
+        assert row["tau_held_out"] == report["tau"] and row["tau_held_out_ci95"] == report["tau_ci95"]
+        assert row["speedup_batch_1"] == speed["speedup"] and row["draft_ms"] == speed["cycle"]["draft_ms"]
+        assert row["speedup_batch_2"] == speed["sweeps"]["batch"]["points"][0]["speedup"]
+        assert row["steps"] == trained["step"] == 3 and row["train_seconds"] == trained["seconds"]
+        assert row["parameters"] == report["head"]["parameters"] > 0 and row["peak_memory_bytes"] > 0
+        assert report["dtype"] == row["dtype"] == "float32" and row["budget"] == {"kind": "steps", "value": 3}
+        assert row["git_revision"] == report["git_revision"] and row["card"] == report["device"]
+    assert [row["lever"] for row in rows] == ["plain", "plain", "train.lr", "train.lr"]
+    assert [row["value"] for row in rows] == [None, None, 0.01, 0.01]
+    assert rows[2]["gain_held_out"] == rows[2]["tau_held_out"] - rows[0]["tau_held_out"]
+    assert rows[3]["gain_held_out"] == rows[3]["tau_held_out"] - rows[1]["tau_held_out"]
+    # one target for all trainings, one for all τ, which on a CPU is the same for the speed-up
+    assert result.err.count("loading target") <= 3
+    # the second cell reads the samples that the first one made, one set of samples per seed
+    assert result.err.count("samples to train on") == 2
+
+    page = (folder / "compare.html").read_text()
+    assert "<svg" in page and "Pareto front" in page and "http-equiv" in page and "src=" not in page
+    assert all(name in page for name in names)
+
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    again = headstart("compare", comparison)
+    assert again.code == 0 and "loading target" not in again.err and "train: starts" not in again.err
+    assert "rate-lr=0.01-s1" in again.out and "τ held_out" in again.out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
+
+
+def test_a_failing_cell_is_reported_and_stops_no_other(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import headstart.comparing.work as work
+
+    train, folder = work.train, tmp_path / "sides"
+
+    def broken(run: Run) -> dict:
+        if run.recipe.name == "plain-s1":
+            raise RuntimeError("the disk is on <fire>")
+        return train(run)
+
+    monkeypatch.setattr(work, "train", broken)
+    result = headstart("compare", comparison, "measure.speed.enabled=false")
+    assert result.code == 1 and "plain-s1: failed" in result.err and "plain-s1: failed" in result.out
+    values = json.loads((folder / "compare.json").read_text())
+    assert [row["cell"] for row in values["rows"]] == ["plain-s0", "rate-lr=0.01-s0", "rate-lr=0.01-s1"]
+    (failed,) = values["failed"]
+    assert failed["cell"] == "plain-s1" and failed["step"] == "train" and failed["type"] == "RuntimeError"
+    assert "on <fire>" in failed["error"] and "&lt;fire&gt;" in (folder / "compare.html").read_text()
+    assert "gain_held_out" not in values["rows"][2]  # the baseline of its seed is missing
+    assert values["rows"][0]["draft_ms"] > 0 and values["rows"][0]["draft_ms_from"] == "float32, batch 2"
+
+    monkeypatch.setattr(work, "train", train)
+    assert headstart("compare", comparison, "measure.speed.enabled=false").code == 0
+    assert len(rows_of(folder)) == 4 and json.loads((folder / "compare.json").read_text())["failed"] == []
+
+
+def test_a_stopped_cell_continues(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.train.loop import TrainingLoop
+
+    step, folder = TrainingLoop.step, tmp_path / "sides"
+
+    def stopping(self: TrainingLoop) -> None:
+        if "rate" in str(self.standing.run_dir) and self.standing.state.step == 2:
+            raise KeyboardInterrupt  # as a second Ctrl-C, or a kill after the checkpoint of step 2
+        step(self)
+
+    monkeypatch.setattr(TrainingLoop, "step", stopping)
+    stopped = headstart("compare", comparison, "seeds=[0]", "measure.speed.enabled=false")
+    assert stopped.code == 130 and "stopped" in stopped.err
+    values = json.loads((folder / "compare.json").read_text())
+    assert values["rows"] == [] and values["unfinished"] == ["plain-s0", "rate-lr=0.01-s0"]
+
+    monkeypatch.setattr(TrainingLoop, "step", step)
+    result = headstart("compare", comparison, "seeds=[0]", "measure.speed.enabled=false")
+    assert result.code == 0 and "train: continues" in result.err
+    assert json.loads((folder / "cells/rate-lr=0.01-s0/steps/train.json").read_text())["result"]["resumed_from"] == 2
+    assert [row["steps"] for row in rows_of(folder)] == [3, 3]
+
+
+def test_positions_are_equal_within_a_step(
+    headstart: Callable, comparison: Path, recipe: Path, tmp_path: Path
+) -> None:
+    wanted = 700
+    result = headstart(
+        "compare", comparison, "budget={steps: null, positions: 700}", "seeds=[0]", "measure.speed.enabled=false",
+        'cells=[{name: wide, settings: {data.pack_tokens: 256}}, {name: narrow, settings: {data.pack_tokens: 64}}]',
+        "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    work = Work.read(tmp_path / "sides/work.json")
+    rows = result.json["rows"]
+    assert rows[0]["steps"] < rows[1]["steps"]
+    for row, cell in zip(rows, work.cells, strict=True):
+        run = Run(work.recipe(cell), _silent())
+        samples = trained_samples(run)
+        assert steps_for_positions(run.recipe, samples, wanted) == row["steps"] == cell.steps
+        # naively: the packs one by one
+        assert row["positions"] == positions_of_steps(run.recipe, samples, row["steps"]) >= wanted
+        assert positions_of_steps(run.recipe, samples, row["steps"] - 1) < wanted
+    assert headstart("compare", comparison, "budget.positions=5").code == 2
+
+
+def _silent():
+    from headstart.console import Console
+
+    return Console(silent=True)
+
+
+def test_distilled_answers_are_shared(headstart: Callable, comparison: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    result = headstart(
+        "compare", comparison, f"data.distill.prompts=[{{path: {prompts}}}]", "data.distill.max_new_tokens=8",
+        "settings.data.distill.prompts=null", "seeds=[0, 1]", "measure.speed.enabled=false",
+        "cells=[{name: one}, {name: two, settings: {train.lr: 0.01}}]", "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    folder = tmp_path / "sides"
+    (answers,) = (folder / "answers").iterdir()
+    told = (answers / "data/distilled.jsonl").read_text()
+    assert result.err.count("distill: starts") == 1
+    cells = [folder / "cells" / row["cell"] for row in result.json["rows"]]
+    assert len(cells) == 4 and all((cell / "data/distilled.jsonl").read_text() == told for cell in cells)
+
+
+@pytest.mark.slow
+def test_processes_share_the_cells_and_a_killed_one_loses_nothing(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    import headstart.comparing.team as team
+
+    folder, killed = tmp_path / "sides", []
+    look = team.Team._look
+
+    def killing(self: team.Team, place: team.Place, word: str) -> None:
+        if not killed and self._note(place).get("cell") == "plain-s1" and place.process is not None:
+            killed.append(place.process.pid)
+            os.kill(place.process.pid, signal.SIGKILL)
+            place.process.wait()
+        look(self, place, word)
+
+    monkeypatch.setattr(team.Team, "_look", killing)
+    result = headstart("compare", comparison, "--side-by-side", "2", "measure.speed.enabled=false", "--json")
+    assert killed and result.code == 1, result.err
+    (failed,) = result.json["failed"]
+    assert failed["cell"] == "plain-s1" and "SIGKILL" in failed["error"]
+    assert [row["cell"] for row in result.json["rows"]] == ["plain-s0", "rate-lr=0.01-s0", "rate-lr=0.01-s1"]
+    assert any("trained on one card at the same time" in note for note in result.json["notes"])
+    again = headstart("compare", comparison, "--side-by-side", "2", "measure.speed.enabled=false", "--json")
+    assert again.code == 0 and len(again.json["rows"]) == 4
+
+
+def test_what_a_cell_cannot_do_is_refused_before_the_first_starts(
+    headstart: Callable, comparison: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sides"
+    for words, said in (
+        (["cells=[{name: a}, {name: b, settings: {head.feature_layers: [1, 2, 99]}}]"], "cell b-s0: "),
+        (["cells=[{name: a}, {name: b, settings: {train.lrr: 1}}]"], "cell b-s0: override: unknown key 'train.lrr'"),
+        (["measure.sets.other={data: missing.jsonl}"], "missing.jsonl"),
+        (["budget.seconds=5"], "budget: found seconds=5 and steps=3, expected exactly one"),
+        (["cells=[{name: a}, {name: a}]"], "cells: a-s0 is there more than once"),
+        (["train.lr=0.1"], "cells[1].grid varies train.lr"),
+        (["run_dir=x"], "give folder=… instead"),
+        (["budgt.steps=4"], "did you mean 'budget'?"),
+        (["measure.sets.held_out=null"], "measure.sets: found none"),
+        (["--gpus", "7"], "--gpus: found '7'"),
+        (["--side-by-side", "0"], "--side-by-side: found 0"),
+    ):
+        result = headstart("compare", comparison, *words)
+        assert result.code == 2 or result.code == 1, (words, result.err)
+        assert said in result.err, (words, result.err)
+        assert not (folder / "cells").exists()
+
+
+def test_a_plan_says_what_the_cells_take(headstart: Callable, comparison: Path, tmp_path: Path) -> None:
+    result = headstart("compare", comparison, "--dry-run", "--json")
+    assert result.code == 0, result.err
+    plan = result.json
+    assert [cell["steps"] for cell in plan["cells"]] == [3, 3, 3, 3] and plan["sets"] == ["held_out"]
+    assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 for cell in plan["cells"])
+    assert plan["train_seconds"] == pytest.approx(sum(cell["seconds"] for cell in plan["cells"]))
+    assert not (tmp_path / "sides").exists()
+    timed = headstart("compare", comparison, "--plan", "budget={steps: null, seconds: 60}", "--side-by-side", "2")
+    assert "4 cells of 60 seconds each, 2 at a time" in timed.out and "training: 2 minutes in all" in timed.out
+    assert "the seconds of a cell are those of a shared card" in timed.out
+
+
+def test_shipped_comparisons_load() -> None:
+    assert "smollm2" in shipped_comparisons()
+    for name in shipped_comparisons():
+        config, settings, path = load_comparison(name, ["budget.seconds=75", "train.lr=0.1"])
+        cells = make_cells(config, [], path)
+        assert config.budget.seconds == 75 and settings == ["train.lr=0.1"] and len(cells) > 4
+        for cell in cells:
+            recipe = cell.load(Path("x"))
+            assert recipe.train.max_seconds == 75 and recipe.train.epochs is None and recipe.seed == cell.seed
+    with pytest.raises(ConfigError, match="did you mean 'smollm2'"):
+        load_comparison("smolm2")
+
+
+def test_the_front_and_gains() -> None:
+    rows = [
+        {"cell": name, "draft_ms": ms, "tau_a": tau, "baseline": name == "slow", "seed": seed, "recipe": "r"}
+        for name, ms, tau, seed in (("fast", 1.0, 2.0, 0), ("slow", 2.0, 2.5, 0), ("worse", 2.5, 2.4, 0),
+                                    ("twin", 1.0, 2.0, 1), ("bare", None, 3.0, 0))
+    ]  # fmt: skip
+    mark_front(rows, "a")
+    assert [row["front_a"] for row in rows] == [True, True, False, True, None]
+    add_gains(rows, ["a"])
+    assert [row.get("gain_a") for row in rows] == [-0.5, None, pytest.approx(-0.1), None, 0.5]
+
+
+def test_names_of_cells() -> None:
+    assert cell_name("a/b", {"data.sources[0].limit": 8, "head.loss": "lk"}, 3) == "a_b-limit=8-loss=lk-s3"
+    assert len(cell_name("x" * 300, {}, 0)) < 130

@@ -80,7 +80,7 @@ def _compare(work: Work, cards: list[str | None], console: Console) -> bool:
     from headstart.comparing.page import render, write_page
     from headstart.comparing.rows import collect, save
     from headstart.comparing.team import Team
-    from headstart.comparing.work import CardLost, Failures, Worker
+    from headstart.comparing.work import CardLost, Failures, Worker, forget_changed
     from headstart.heads.files import write_text
 
     if work.template_date is not None:
@@ -88,6 +88,7 @@ def _compare(work: Work, cards: list[str | None], console: Console) -> bool:
     Failures(work.folder).forget()
     share_answers(work, console)
     with_unknown_steps(work, console)
+    forget_changed(work)
     work.save()
     lost: CardLost | None = None
     try:

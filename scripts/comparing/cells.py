@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ class Work:
     template_date: str | None = None
     notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._recipes: dict[Any, Recipe] = {}
+
     def save(self) -> Path:
         values = asdict(self)
         values["folder"] = str(self.folder)
@@ -104,7 +108,11 @@ class Work:
         return cls(cells=cells, folder=Path(values.pop("folder")), **values)
 
     def recipe(self, cell: Cell) -> Recipe:
-        return cell.load(self.folder, self.template_date)
+        """The cell's recipe, a copy of its own. It is read once: reading takes a tenth of a second and more."""
+        key = (cell.name, cell.steps, self.template_date)
+        if key not in self._recipes:
+            self._recipes[key] = cell.load(self.folder, self.template_date)
+        return deepcopy(self._recipes[key])
 
 
 def as_overrides(settings: dict[str, Any]) -> list[str]:

@@ -67,6 +67,7 @@ class Checks:
         self._flops: float | None = None
         self._targets: dict[str, Target] = {}
         self._read: set[str] = set()
+        self._asked: dict[tuple[str, ...], CellPlan] = {}
         self._data = SharedData()
 
     def ask(self) -> None:
@@ -82,6 +83,16 @@ class Checks:
         require_disk(self.work.folder, sum(plan.disk for plan in self.plans), "the cells (checkpoints, heads)")
 
     def _ask(self, cell: Cell) -> Cell:
+        """Ask what the cell's steps would refuse. Cells that differ in their seed alone are asked once."""
+        key = (cell.recipe, *(text for text in cell.overrides if not text.startswith("seed=")))
+        if key in self._asked and cell.budget["kind"] != "positions":
+            self.plans.append(self._asked[key])
+            return cell
+        cell = self._ask_anew(cell)
+        self._asked[key] = self.plans[-1]
+        return cell
+
+    def _ask_anew(self, cell: Cell) -> Cell:
         recipe = self.work.recipe(cell)
         target = self._target(recipe)
         refuse_ahead(recipe, target)

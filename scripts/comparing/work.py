@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from filelock import Timeout
 
 from headstart import identity
 from headstart.comparing.cells import Cell, Work, as_overrides
-from headstart.comparing.data import SharedData, positions_of_steps, with_steps
+from headstart.comparing.data import SharedData, positions_of_steps
 from headstart.console import Console
+from headstart.directory_lock import locked
 from headstart.eval.config import EvalConfig, identity_of
 from headstart.eval.measuring.report import Report
 from headstart.eval.prompts import describe_data
@@ -40,6 +42,8 @@ from headstart.targets import loaded_target
 COST = "cost.json"
 #: the measurement of the speed-up, beside those of the sets
 SPEED = "speed"
+#: the step before measurements
+TRAIN = "train"
 
 
 class CardLost(HeadstartError):
@@ -97,91 +101,100 @@ class Worker:
     def train_all(self) -> None:
         """Train every cell that is not trained, and that no other process works on."""
         for number, cell in enumerate(self.work.cells, 1):
-            self._attempt(cell, "train", f"cell {number} of {len(self.work.cells)}", partial(self.train, cell))
+            self._attempt(cell, TRAIN, f"cell {number} of {len(self.work.cells)}", partial(self.train, cell))
 
     def measure_all(self) -> None:
         """τ of every trained cell on every set."""
         for name in self.work.measure["sets"]:
             for cell in self.work.cells:
-                self._attempt(cell, name, f"τ on {name}", partial(self.measure, cell, name))
+                self._attempt(cell, name, f"τ on {name}", partial(self.measure, name))
 
     def time_all(self) -> None:
         """The speed-up of every trained cell, if it is asked for. Nothing else should run on the card."""
         if self.work.measure["speed"]["enabled"]:
             for cell in self.work.cells:
-                self._attempt(cell, SPEED, "speed-up", partial(self.measure, cell, SPEED))
+                self._attempt(cell, SPEED, "speed-up", partial(self.measure, SPEED))
 
-    def _attempt(self, cell: Cell, step: str, title: str, work: Callable[[], None]) -> None:
-        """Do a step of a cell. A failure is written down, and the next cell's turn comes."""
-        if self.failures.has(cell):
+    def _attempt(self, cell: Cell, step: str, title: str, work: Callable[[Run], None]) -> None:
+        """Do a step of a cell, unless another process works on it. A failure is written down, and the next cell's turn
+        comes.
+        """
+        place = self.work.folder / "cells" / cell.name
+        if self.failures.has(cell) or self._finished(cell, step):
             return
         try:
-            self.begun(cell.name)
-            self.console.say(f"{title}: {cell.name}")
-            work()
+            with claimed(place) as free:
+                if not free or self._finished(cell, step):
+                    return
+                self.begun(cell.name)
+                self.console.say(f"{title}: {cell.name}")
+                run = Run(self.work.recipe(cell), self.console)
+                run.tidy()
+                work(run)
         except Exception as error:  # noqa: BLE001 - one cell must not stop the others
-            told = explain_memory(error) or error
-            message = str(told) if isinstance(told, HeadstartError) else in_one_line(told, 500)
-            self.failures.add(cell, step, type(told).__name__, message)
-            self.console.say(f"{cell.name}: failed: {message}", style="red")
-            if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
-                raise CardLost(
-                    f"{cell.name}: {message}. This process can no longer use the card; the same command goes on with "
-                    "the other cells"
-                ) from error
+            self._note_failure(cell, step, error)
         finally:
             self.begun(None)
-            release()
+        release()
 
-    def train(self, cell: Cell) -> None:
+    def _finished(self, cell: Cell, step: str) -> bool:
+        """Whether a step needs nothing more: it is done, or what it is made from is not there."""
+        place = self.work.folder / "cells" / cell.name
+        if step == TRAIN:
+            return (place / COST).is_file()
+        return not (place / COST).is_file()
+
+    def _note_failure(self, cell: Cell, step: str, error: Exception) -> None:
+        """Write a failure down. Raises: CardLost after an error with which the process cannot go on."""
+        told = explain_memory(error) or error
+        message = str(told) if isinstance(told, HeadstartError) else in_one_line(told, 500)
+        self.failures.add(cell, step, type(told).__name__, message)
+        self.console.say(f"{cell.name}: failed: {message}", style="red")
+        if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+            raise CardLost(
+                f"{cell.name}: {message}. This process can no longer use the card; the same command goes on with the "
+                "other cells"
+            ) from error
+
+    def train(self, cell: Cell, run: Run) -> None:
         """Train a cell's head, or go on with it."""
-        recipe = self.work.recipe(cell)
-        run = Run(recipe, self.console)
-        with claimed(run) as free:
-            if not free or (run.dir / COST).is_file() and is_trained(run):
-                return
-            # joint training changes the target, which is then this cell's own
-            run = Run(recipe, self.console, None if recipe.joint.enabled else self.target(recipe.target))
-            if recipe.joint.enabled:
-                self.drop_target()
-            self.data.give(run)
-            if cell.budget["kind"] == "positions" and cell.steps is None:
-                recipe.train.steps = with_steps(cell, run).steps
-            _reset_peak(resolve_device(recipe.target.device))
-            trained = train(run)
-            samples = trained_samples(run)
-            write_json(run.dir / COST, {
-                "peak_memory_bytes": _peak(resolve_device(recipe.target.device)),
-                "positions": positions_of_steps(recipe, samples, trained["step"]),
-                "conversations": len({sample.id for sample in prepare(run).train}),
-                "samples": len(samples),
-                "steps": trained["step"],
-                "seconds": trained["seconds"],
-            })  # fmt: skip
+        recipe = run.recipe
+        if recipe.joint.enabled:  # it changes the target, which is then this cell's own
+            self.drop_target()
+        else:
+            run = Run(recipe, self.console, self.target(recipe.target))
+        self.data.give(run)
+        device = resolve_device(recipe.target.device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        trained = train(run)
+        samples = trained_samples(run)
+        write_json(run.dir / COST, {
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes(),
+            "positions": positions_of_steps(recipe, samples, trained["step"]),
+            "conversations": len({sample.id for sample in prepare(run).train}),
+            "samples": len(samples),
+            "steps": trained["step"],
+            "seconds": trained["seconds"],
+        })  # fmt: skip
 
-    def measure(self, cell: Cell, name: str) -> None:
+    def measure(self, name: str, run: Run) -> None:
         """Decode a set of prompts with a cell's head, or time it. Args: name: of the set, or SPEED."""
-        recipe = self.work.recipe(cell)
-        run = Run(recipe, self.console)
-        if not run.head_dir.is_dir():
-            return  # another process trains it
-        with claimed(run) as free:
-            if not free:
-                return
-            config = eval_settings(recipe, self.work.measure, name, run.held_out_path)
-            target = target_of_head(run.head_dir, measured_target(recipe, self.work.measure, name))
-            inputs = {
-                "head": identity.of_saved_head(run.head_dir),
-                "target": identity.of_target(target),
-                "dtype": target.dtype,
-                "eval": identity_of(config),
-                "data": describe_data(config.data),
-            }
-            place = run.dir / "measured" / name
-            run.markers.do(
-                f"measure-{name}", inputs, [place / "report.json"],
-                lambda begin: self._decode(run, target, config, place, begin),
-            )  # fmt: skip
+        recipe = run.recipe
+        config = eval_settings(recipe, self.work.measure, name, run.held_out_path)
+        target = target_of_head(run.head_dir, measured_target(recipe, self.work.measure, name))
+        inputs = {
+            "head": identity.of_saved_head(run.head_dir),
+            "target": identity.of_target(target),
+            "dtype": target.dtype,
+            "eval": identity_of(config),
+            "data": describe_data(config.data),
+        }
+        place = run.dir / "measured" / name
+        run.markers.do(
+            f"measure-{name}", inputs, [place / "report.json"],
+            lambda begin: self._decode(run, target, config, place, begin),
+        )  # fmt: skip
 
     def _decode(
         self, run: Run, config: TargetConfig, settings: EvalConfig, place: Path, begin: Begin
@@ -212,7 +225,7 @@ def eval_settings(recipe: Recipe, measured: dict[str, Any], name: str, held_out:
     base = {"target.name": recipe.target.name, "eval.template_kwargs": recipe.eval.template_kwargs}
     tree = {f"eval.tree.{key}": value for key, value in asdict(recipe.eval.tree).items()}
     words = as_overrides({**base, **tree, "eval.seed": recipe.seed})
-    config = load_evaluation(None, [*words, *given]).eval
+    config = deepcopy(_evaluation((*words, *given)))
     if name == SPEED and config.data is None:
         config.data = [part for settings in measured["sets"].values() for part in _parts(settings.get("data"))]
     if config.data is None or config.data == []:
@@ -221,6 +234,11 @@ def eval_settings(recipe: Recipe, measured: dict[str, Any], name: str, held_out:
         config.data = [str(held_out) if part is None else part for part in config.data]
         config.data = config.data[0] if len(config.data) == 1 else config.data
     return config
+
+
+@lru_cache(maxsize=1024)
+def _evaluation(words: tuple[str, ...]) -> EvalConfig:
+    return load_evaluation(None, words).eval
 
 
 def _parts(data: Any) -> list[Any]:
@@ -236,17 +254,25 @@ def measured_target(recipe: Recipe, measured: dict[str, Any], name: str) -> Targ
 
 
 @contextmanager
-def claimed(run: Run) -> Iterator[bool]:
-    """Inside, no other process works on the cell; False where another one does."""
+def claimed(place: Path) -> Iterator[bool]:
+    """Inside, no other process works in the cell's folder; False where another one does."""
     inside = False
     try:
-        with run.lock():
+        with locked(place, "folder=…"):
             inside = True
             yield True
     except StorageError as error:
         if inside or not isinstance(error.__context__, Timeout):
             raise
         yield False
+
+
+def forget_changed(work: Work) -> None:
+    """Let cells train again whose settings or data have changed since."""
+    for cell in work.cells:
+        place = work.folder / "cells" / cell.name / COST
+        if place.is_file() and not is_trained(Run(work.recipe(cell), Console(silent=True))):
+            place.unlink()
 
 
 def refuse_measuring(recipe: Recipe, measured: dict[str, Any], name: str, planned: Target) -> None:
@@ -269,19 +295,9 @@ def refuse_measuring(recipe: Recipe, measured: dict[str, Any], name: str, planne
 
 def release() -> None:
     """Give the memory of what is no longer used back to the card."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # on a CPU, memory comes back by itself
+        gc.collect()
         torch.cuda.empty_cache()
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int | None:
-    """Bytes: on a GPU the most that this training had allocated; elsewhere the most that the process held so far."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
 
 
 def report_of(folder: Path, cell: Cell, name: str) -> Report | None:

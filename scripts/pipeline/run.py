@@ -178,10 +178,14 @@ class Run:
         Raises: StorageError when another command works there.
         """
         with locked(self.dir, "name=… or run_dir=…"):
-            with explain_disk(self.dir):
-                for place in (self.dir, *(path for name in WRITTEN for path in self.dir.glob(name))):
-                    remove_leftovers(place)
+            self.tidy()
             yield
+
+    def tidy(self) -> None:
+        """Remove the temporary files that a killed command left. No other command may work in the run directory."""
+        with explain_disk(self.dir):
+            for place in (self.dir, *(path for name in WRITTEN for path in self.dir.glob(name))):
+                remove_leftovers(place)
 
     def save_recipe(self) -> None:
         """Write the resolved recipe into the run directory."""

@@ -19,7 +19,7 @@ from headstart.data.choosing.asked import read_prompts
 from headstart.data.sources.sources import load_conversations
 from headstart.eval.measuring.fitted import Fitted
 from headstart.fit import in_dtype, run_layout
-from headstart.heads.errors import ConfigError, HeadstartError
+from headstart.heads.errors import ConfigError, HeadstartError, first_line
 from headstart.heads.files import require_disk
 from headstart.heads.targets.load import resolve_device, weightless_target
 from headstart.heads.targets.target import Target
@@ -28,7 +28,7 @@ from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run
 from headstart.plan import Launch, card_flops
 from headstart.recipes.schema import Recipe
-from headstart.refusals import planned_training, refuse_ahead
+from headstart.refusals import QUESTIONS, ask_export, planned_training
 from headstart.train.plan import GIB, disk_of, expected_rate, local_device_bytes, memory_of
 
 
@@ -95,7 +95,9 @@ class Checks:
     def _ask_anew(self, cell: Cell) -> Cell:
         recipe = self.work.recipe(cell)
         target = self._target(recipe)
-        refuse_ahead(recipe, target)
+        for question in (ask for name, ask in QUESTIONS.items() if name != "export"):
+            question(recipe, target)
+        self._note_export(cell, recipe, target)
         for name in [*self.work.measure["sets"], *([SPEED] if self.work.measure["speed"]["enabled"] else [])]:
             refuse_measuring(recipe, self.work.measure, name, target)
         self._read_files(recipe)
@@ -107,6 +109,13 @@ class Checks:
             recipe.train.steps = cell.steps or recipe.train.steps
         self.plans.append(self._plan(cell, recipe, target, run if known else None))
         return cell
+
+    def _note_export(self, cell: Cell, recipe: Recipe, target: Target) -> None:
+        """A comparison exports nothing, but whoever takes the cell's settings wants to know."""
+        try:
+            ask_export(recipe, target)
+        except HeadstartError as error:
+            self.work.notes.append(f"{cell.name}: an export with these settings is refused: {first_line(error)}")
 
     def _target(self, recipe: Recipe) -> Target:
         """The target without weights. The first one tells the day that its template shows."""

@@ -138,7 +138,7 @@ class CompareConfig:
         self.budget.check()
         _check_seeds("seeds", self.seeds)
         if not self.cells:
-            raise ConfigError("cells: found none, expected at least one entry, e.g. cells: [{recipe: smollm2-eagle}]")
+            raise ConfigError("cells: found none, expected at least one entry, e.g. cells: [{recipe: mine.yaml}]")
         for number, entry in enumerate(self.cells):
             if entry.seeds is not None:
                 _check_seeds(f"cells[{number}].seeds", entry.seeds)

@@ -198,7 +198,7 @@ def test_processes_share_the_cells_and_a_killed_one_loses_nothing(
 
     import headstart.comparing.team as team
 
-    folder, killed = tmp_path / "sides", []
+    killed: list[int] = []
     look = team.Team._look
 
     def killing(self: team.Team, place: team.Place, word: str) -> None:

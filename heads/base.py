@@ -376,6 +376,9 @@ class Head(nn.Module, ABC):
                 )
             self.draft_ids_U.copy_(draft_ids_U)
 
+    def check_start(self, ends: TargetEnds) -> None:
+        """Raise ConfigError where `initialise` cannot copy what the head is to start from. No weights are needed."""
+
     def sharpen(self) -> None:
         """Make a head with random weights about as sure of its drafts as a trained one.
 

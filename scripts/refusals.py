@@ -55,6 +55,13 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
         head = build_head(config.with_vocabulary(config.draft_tokens(dims.vocab_size)), dims)
     target.check_layer_ids(head.spec.layer_ids)
     head.bind(target.ends)
+    if recipe.start_from is None:
+        head.check_start(target.ends)
+        if recipe.target.parallel == "fsdp2" and getattr(config, "start_layers", None) is not None:
+            raise ConfigError(
+                "target.parallel: found fsdp2 with head.start_layers; no rank has a whole layer to start from: set "
+                "head.start_layers=null"
+            )
     return head
 
 

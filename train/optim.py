@@ -134,7 +134,7 @@ def build_optimizer(
         raise TrainingError(
             f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
         )
-    tokens = head.token_matrices() if isinstance(head, Head) else set()
+    tokens = matrices_of(head, "token_matrices")
     by_muon = muon_matrices(head) if config.optimizer == "muon" else set()
     if config.optimizer == "muon" and not by_muon:
         raise TrainingError(
@@ -173,8 +173,14 @@ def build_optimizer(
 
 def muon_matrices(head: nn.Module) -> set[str]:
     """Names of the parameters that Muon trains: matrices (of two axes) that the head does not keep for AdamW."""
-    kept = head.adamw_matrices() if isinstance(head, Head) else set()
+    kept = matrices_of(head, "adamw_matrices")
     return {name for name, p in head.named_parameters() if p.requires_grad and p.ndim == 2} - kept
+
+
+def matrices_of(head: nn.Module, said: str) -> set[str]:
+    """What the method `said` of a head answers; nothing for a module that is no head."""
+    names: set[str] = getattr(head, said, set)()
+    return names
 
 
 def rate_factors(head: Head) -> dict[str, tuple[float, ...]]:

@@ -87,6 +87,13 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     "feature layers": (
         "Llama", {}, ["head.feature_layers=[1,4,8]"], ConfigError, "3 distinct ascending ids in 1 … 7, .*set head.feat",
     ),
+    "layers to start from": (
+        "Qwen2", {}, ["head.start_layers=[1]"], ConfigError, "layer 1 of the target is not of Llama's or Qwen3's type",
+    ),
+    "layers to start from, in shards": (
+        "Llama", {}, ["head.start_layers=[1]", "target.parallel=fsdp2"],
+        ConfigError, "target.parallel: found fsdp2 with head.start_layers",
+    ),
     "activation": (
         "Gemma", SMALL, ["head.hidden_act=gelu_pytorch_tanh"],
         FormatError, "vLLM .* refuses: hidden_act is 'gelu_pytorch_tanh'.*export.force",

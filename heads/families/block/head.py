@@ -47,6 +47,7 @@ from headstart.heads.layers import DraftLayer, RMSNorm, Rope
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
 from headstart.heads.losses.select import select_loss
 from headstart.heads.numerics import compute_dtype
+from headstart.heads.targets.layer_weights import check_start, input_norm, pass_stream, start
 
 WEIGHTINGS = ("decay", "dpace")
 #: most slots that run at once without gradients
@@ -60,6 +61,7 @@ class BlockConfig(HeadConfig):
     structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "intermediate_size", "layers", "num_key_value_heads")
     behaviour: ClassVar[tuple[str, ...]] = ("depth", "mask_token_id", "sample_from_anchor")
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
+    added: ClassVar[tuple[str, ...]] = ("start_layers",)
     placeholder: ClassVar[str | None] = "mask_token_id"
     #: fields that weigh a term of the loss
     weights: ClassVar[tuple[str, ...]] = tuple(f"{kind}_weight" for kind in KINDS)
@@ -73,6 +75,10 @@ class BlockConfig(HeadConfig):
     depth_decay: float = 0.7788
     #: Decoder layers.
     layers: int = 5
+    #: Layers of the target (from 0; -1 is the last) whose weights the draft layers start from, one for each of them. fc
+    #: then starts by passing on the stream nearest to the first. null starts from random weights; start_from goes
+    #: before it.
+    start_layers: list[int] | None = None
     #: Width of the MLP; null takes the target's.
     intermediate_size: int | None = None
     #: Key and value heads of each layer; null takes the target's. All that slots learn of the context passes through
@@ -214,14 +220,25 @@ class BlockHead(Corrected, AddsGradients):
             )
         return token
 
+    def check_start(self, ends: TargetEnds) -> None:
+        if self.config.start_layers is not None:
+            check_start(ends, self.config.start_layers, self.draft_layers, self.hidden_act)
+
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
-        """As the base class's; norm starts from the target's final norm, lm_head is the target's, frozen."""
+        """As the base class's; norm starts from the target's final norm, lm_head is the target's, frozen.
+
+        Draft layers start as `start_layers` says.
+        """
         super().initialise(ends, draft_ids_U)
         with torch.no_grad():
             if self.lm_head is not None and self.draft_ids_U is not None:
                 self.lm_head.weight.copy_(ends.teacher.weight_VD[self.draft_ids_U.to(ends.teacher.weight_VD.device)])
             if ends.teacher.norm_D is not None:
                 self.norm.weight.copy_(ends.teacher.norm_D)
+        if (numbers := self.config.start_layers) is not None:
+            start(ends, numbers, self.draft_layers, self.hidden_act)
+            self.hidden_norm.weight.data.copy_(input_norm(ends, numbers[0]))
+            pass_stream(self.fc, self.feature_layers, ends, numbers[0])
 
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return draw_anchors(batch, self.config.anchor_share, seed)

@@ -25,6 +25,7 @@ from headstart.heads.families.eagle3 import ttt, ttt_autograd
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
 from headstart.heads.numerics import compute_dtype
+from headstart.heads.targets.layer_weights import check_start, input_norm, pass_stream, start
 from headstart.heads.vocab import membership
 
 FC_NORMS = ("none", "stream", "concat")
@@ -41,6 +42,7 @@ class Eagle3Config(AutoregressiveConfig):
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
     added: ClassVar[tuple[str, ...]] = (
         *AutoregressiveConfig.added, "layers", "qk_norm", "fc_norm", "norm_output", "num_key_value_heads",
+        "start_layers",
     )  # fmt: skip
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
@@ -67,6 +69,10 @@ class Eagle3Config(AutoregressiveConfig):
     num_key_value_heads: int | None = None
     #: Decoder layers. With more than one, training computes the lower ones for every row, not only for supervised ones.
     layers: int = 1
+    #: Layers of the target (from 0; -1 is the last) whose weights the draft layers start from, one for each of them. fc
+    #: then starts by passing on the stream nearest to the first. null starts from random weights; start_from goes
+    #: before it.
+    start_layers: list[int] | None = None
     #: Norm each head's queries and keys before the rotation, as Qwen3 does. Only vLLM serves such a head.
     qk_norm: bool = False
     #: RMSNorm of the features before fc (EAGLE-3.1): none, stream (one for each layer that is read) or concat (one over
@@ -159,10 +165,14 @@ class Eagle3Head(AutoregressiveHead):
     def own_embeddings(self) -> bool:
         return self.embed_tokens is not None
 
+    def check_start(self, ends: TargetEnds) -> None:
+        if self.config.start_layers is not None:
+            check_start(ends, self.config.start_layers, self.draft_layers, self.hidden_act)
+
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         """As the base class's; lm_head starts from the target's rows of the draft vocabulary, norm from its final norm.
 
-        A head of another width than the target's keeps random weights.
+        A head of another width than the target's keeps random weights. Draft layers start as `start_layers` says.
         """
         super().initialise(ends, draft_ids_U)
         teacher = ends.teacher
@@ -173,6 +183,10 @@ class Eagle3Head(AutoregressiveHead):
                 self.lm_head.weight.copy_(weight_VD[ids_U])
                 if teacher.norm_D is not None:
                     self.norm.weight.copy_(teacher.norm_D)
+        if (numbers := self.config.start_layers) is not None:
+            start(ends, numbers, self.draft_layers, self.hidden_act)
+            self.midlayer.hidden_norm.weight.data.copy_(input_norm(ends, numbers[0]))
+            pass_stream(self.fc, self.feature_layers, ends, numbers[0])
 
     def sharpen(self) -> None:
         self.norm.weight.data.mul_(8)

@@ -43,7 +43,7 @@ class PEagleConfig(Eagle3Config):
 
     structure: ClassVar[tuple[str, ...]] = (*Eagle3Config.structure, "train_embeddings")
     behaviour: ClassVar[tuple[str, ...]] = ("mask_token_id",)
-    added: ClassVar[tuple[str, ...]] = (*AutoregressiveConfig.added, "num_key_value_heads")
+    added: ClassVar[tuple[str, ...]] = (*AutoregressiveConfig.added, "num_key_value_heads", "start_layers")
     placeholder: ClassVar[str | None] = "mask_token_id"
 
     type: str = "peagle"

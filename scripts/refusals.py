@@ -56,12 +56,12 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
     target.check_layer_ids(head.spec.layer_ids)
     head.bind(target.ends)
     if recipe.start_from is None:
-        head.check_start(target.ends)
         if recipe.target.parallel == "fsdp2" and getattr(config, "start_layers", None) is not None:
             raise ConfigError(
                 "target.parallel: found fsdp2 with head.start_layers; no rank has a whole layer to start from: set "
                 "head.start_layers=null"
             )
+        head.check_start(target.ends)
     return head
 
 

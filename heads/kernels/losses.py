@@ -41,11 +41,11 @@ if triton is not None:
     @triton.jit
     def _soft_kernel(
         logits, teacher, teacher_lse, teacher_row, row_weight, loss, argmax, tokens, stride, teacher_stride, floor,
-        KIND: tl.constexpr, BLOCK: tl.constexpr,
+        lk, l1, KIND: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program per row: the log-sum-exp, then loss and gradient, the gradient over the logits.
 
-        KIND: 0 soft_ce, 1 kl, 2 lk (eager.SOFT_LOSSES).
+        KIND: 0 soft_ce, 1 kl, 2 lk (eager.SOFT_LOSSES). MIXED: whether lk · LK + l1 · L1 is added to kinds 0 and 1.
         """
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
@@ -64,17 +64,18 @@ if triton is not None:
             z_sum = z_sum * tl.exp(z_max - new_max) + tl.sum(tl.exp(z - new_max), 0)
             z_max = new_max
         z_lse = z_max + tl.log(z_sum)
-        total = 0.0  # Σ p z, Σ p log(p / q) or Σ min(p, q)
+        total = 0.0  # Σ p z or Σ p log(p / q)
+        overlap = 0.0  # Σ min(p, q)
         below = 0.0  # Σ of q where q < p
-        if KIND == 2:
+        if KIND == 2 or MIXED:
             for start in range(0, tokens, BLOCK):
                 inside = start + column < tokens
                 z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
                 t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
                 p, q = tl.exp(t - t_lse), tl.exp(z - z_lse)
-                total += tl.sum(tl.minimum(p, q), 0)
+                overlap += tl.sum(tl.minimum(p, q), 0)
                 below += tl.sum(tl.where(q < p, q, 0.0), 0)
-            total += floor
+            overlap += floor
         for start in range(0, tokens, BLOCK):
             inside = start + column < tokens
             z = tl.load(logits + start + column, mask=inside, other=0.0).to(tl.float32)
@@ -82,17 +83,22 @@ if triton is not None:
             p, q = tl.exp(t - t_lse), tl.exp(z - z_lse)
             if KIND == 0:
                 total += tl.sum(p * z, 0)
-                grad = (q - p) * weight
+                grad = q - p
             elif KIND == 1:
                 total += tl.sum(tl.where(p > 0.0, p * ((t - t_lse) - (z - z_lse)), 0.0), 0)
-                grad = (q - p) * weight
+                grad = q - p
             else:
-                grad = (q * below - tl.where(q < p, q, 0.0)) / total * weight
+                grad = (q * below - tl.where(q < p, q, 0.0)) / overlap
+            if MIXED:
+                grad += (lk / overlap + 2.0 * l1) * (q * below - tl.where(q < p, q, 0.0))
+            grad = grad * weight
             tl.store(logits + start + column, grad.to(logits.dtype.element_ty), mask=inside)
         if KIND == 0:
             total = z_lse - total
         elif KIND == 2:
-            total = -tl.log(total)
+            total = -tl.log(overlap)
+        if MIXED:
+            total += l1 * 2.0 * (1.0 - overlap) - lk * tl.log(overlap)
         tl.store(loss + row, total)
         tl.store(argmax + row, best)
 
@@ -144,10 +150,14 @@ def soft_rows(
     teacher_lse_T: Tensor,
     teacher_row_C: Tensor,
     weight_C: Tensor,
+    mix: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(unweighted loss float32 [C], argmax int64 [C], gradient times `weight_C`, written over the logits).
 
-    Args: kind, floor: place in eager.SOFT_LOSSES and eager.LK_FLOOR. teacher_lse_T: `logsumexp` of the teacher's rows.
+    Args:
+        kind, floor: place in eager.SOFT_LOSSES and eager.LK_FLOOR.
+        teacher_lse_T: `logsumexp` of the teacher's rows.
+        mix: see eager.divergence.
     """
     rows, tokens = logits_CU.shape
     loss_C = torch.empty(rows, dtype=torch.float32, device=logits_CU.device)
@@ -157,7 +167,7 @@ def soft_rows(
         _soft_kernel[(rows,)](
             logits_CU, teacher_TU, teacher_lse_T, teacher_row_C.contiguous(), weight_C.float().contiguous(), loss_C,
             argmax_C, tokens, logits_CU.stride(0), teacher_TU.stride(0), floor,
-            KIND=kind, BLOCK=block, num_warps=8,
+            float(mix[0]), float(mix[1]), KIND=kind, MIXED=int(any(mix)), BLOCK=block, num_warps=8,
         )  # fmt: skip
     return loss_C, argmax_C, logits_CU
 

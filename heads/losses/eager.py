@@ -15,14 +15,25 @@ SOFT_LOSSES = ("soft_ce", "kl", "lk")
 LK_FLOOR = 1e-30
 
 
-def divergence(logits_AU: Tensor, teacher_AU: Tensor, kind: str) -> Tensor:
+#: weights of LK and of L1 beside the loss that `kind` names; nothing is added by default
+Mix = tuple[float, float]
+PURE: Mix = (0.0, 0.0)
+
+
+def divergence(logits_AU: Tensor, teacher_AU: Tensor, kind: str, mix: Mix = PURE) -> Tensor:
     """Loss of each row, [A] in at least float32, with q = softmax(logits) and p = softmax(teacher).
 
     Args:
         kind: "soft_ce", -Σ p log q; "kl", Σ p log(p / q): the same gradient, and 0 at best;
             "lk", -log Σ min(p, q): minus the log of the rate at which speculative sampling accepts a draft from q
             (LK loss, arXiv 2602.23881).
+        mix: (weight of the LK loss, weight of L1, Σ |p - q|), which are added to "soft_ce" or "kl".
     """
+    if any(mix):
+        q_AU, p_AU = wide(logits_AU).softmax(-1), wide(teacher_AU).softmax(-1)
+        distance_A = 2.0 * (1.0 - torch.where(q_AU < p_AU, q_AU, p_AU).sum(-1))
+        added_A = mix[0] * divergence(logits_AU, teacher_AU, "lk") + mix[1] * distance_A
+        return divergence(logits_AU, teacher_AU, kind) + added_A
     logq_AU, p_AU = wide(logits_AU).log_softmax(-1), wide(teacher_AU).softmax(-1)
     if kind == "soft_ce":
         return -(p_AU * logq_AU).sum(-1)
@@ -46,6 +57,7 @@ def soft_loss(
     row_weight_A: Tensor,
     kind: str = "soft_ce",
     update: tuple[Tensor, Tensor] | None = None,
+    mix: Mix = PURE,
 ) -> tuple[Tensor, Tensor]:
     """Divergence of `softmax(hidden · weightᵀ)` from `softmax(teacher)`, summed over weighted rows.
 
@@ -55,12 +67,12 @@ def soft_loss(
         teacher_TU: teacher logits of T distinct rows over the same U tokens; constants.
         teacher_row_A: int64 [A], each row's teacher.
         row_weight_A: float32 [A]; 0 leaves a row out.
-        kind: see `divergence`.
+        kind, mix: see `divergence`.
         update: see `output_logits`.
     Returns: (loss sum, float32 scalar; argmax over U, int64 [A]).
     """
     logits_AU = output_logits(hidden_AH, weight_UH, update)
-    loss_A = divergence(logits_AU, teacher_TU[teacher_row_A], kind)
+    loss_A = divergence(logits_AU, teacher_TU[teacher_row_A], kind, mix)
     return (loss_A * row_weight_A).sum(), logits_AU.detach().argmax(-1)
 
 

@@ -220,8 +220,9 @@ def teacher_logsumexp(teacher_TU: Tensor) -> Tensor | None:
 
 
 def _soft_rows(
-    kind: str, teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor, teacher_lse_T: Tensor | None = None
-) -> RowLoss:
+    kind: str, teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor, teacher_lse_T: Tensor | None = None,
+    mix: eager.Mix = eager.PURE,
+) -> RowLoss:  # fmt: skip
     """Unweighted losses; gradients weighted by `grad_weight_A`."""
     if teacher_lse_T is None:  # several depths read the same teacher row, so its log-sum-exp is computed once
         teacher_lse_T = teacher_logsumexp(teacher_TU)
@@ -231,17 +232,18 @@ def _soft_rows(
         if teacher_lse_T is not None:
             number = eager.SOFT_LOSSES.index(kind)
             return kernels.soft_rows(
-                number, eager.LK_FLOOR, logits_CU, teacher_TU, teacher_lse_T, teacher_row_C, weight_C
+                number, eager.LK_FLOOR, logits_CU, teacher_TU, teacher_lse_T, teacher_row_C, weight_C, mix
             )
         logits, teacher_CU = wide(logits_CU), wide(teacher_TU[teacher_row_C])
         p_CU, q_CU = teacher_CU.softmax(-1), logits.softmax(-1)
-        loss_C = eager.divergence(logits, teacher_CU, kind)
-        if kind == "lk":
-            # acceptance rate α = Σ min(p, q): dα/dz = q (m - Σ m q) with m = [q < p]
+        loss_C = eager.divergence(logits, teacher_CU, kind, mix)
+        grad_CU = q_CU - p_CU if kind != "lk" else torch.zeros_like(q_CU)
+        if kind == "lk" or any(mix):
+            # acceptance rate α = Σ min(p, q): -dα/dz = q (Σ m q - m) with m = [q < p]
             below_CU = torch.where(q_CU < p_CU, q_CU, 0.0)
-            grad_CU = (q_CU * below_CU.sum(-1, keepdim=True) - below_CU) * loss_C.exp()[:, None]
-        else:
-            grad_CU = q_CU - p_CU
+            alpha_C1 = torch.where(q_CU < p_CU, q_CU, p_CU).sum(-1, keepdim=True) + eager.LK_FLOOR
+            lk, l1 = (1.0, 0.0) if kind == "lk" else mix
+            grad_CU += (lk / alpha_C1 + 2.0 * l1) * (q_CU * below_CU.sum(-1, keepdim=True) - below_CU)
         return loss_C, logits.argmax(-1), (grad_CU * weight_C[:, None]).to(logits_CU.dtype)
 
     return row_loss
@@ -257,6 +259,7 @@ def soft_loss(
     update: Update | None = None,
     adds_scale: Tensor | None = None,
     teacher_lse_T: Tensor | None = None,
+    mix: eager.Mix = eager.PURE,
 ) -> tuple[Tensor, Tensor]:
     """As eager.soft_loss.
 
@@ -267,7 +270,7 @@ def soft_loss(
     """
     sum_UH = _sum_into(weight_UH, adds_scale)
     grad_weight_A = row_weight_A if sum_UH is None else row_weight_A * adds_scale
-    rows = _soft_rows(kind, teacher_TU, teacher_row_A, grad_weight_A, teacher_lse_T)
+    rows = _soft_rows(kind, teacher_TU, teacher_row_A, grad_weight_A, teacher_lse_T, mix)
 
     def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         loss_C, argmax_C, grad_CU = rows(logits_CU, part)
@@ -284,6 +287,7 @@ def soft_loss_depths(
     row_weight: list[Tensor],
     scale_K: Tensor,
     kind: str = "soft_ce",
+    mix: eager.Mix = eager.PURE,
 ) -> tuple[Tensor, list[Tensor]]:
     """`soft_loss` of K depths with one output matrix, for a caller that minimises a multiple of Σ_d scale_d · S_d.
 
@@ -298,7 +302,7 @@ def soft_loss_depths(
     scale_K = scale_K.detach()
     row_weight_M, teacher_row_M = torch.cat(row_weight), torch.cat(teacher_row)
     depth_M = torch.cat([torch.full_like(rows, d) for d, rows in enumerate(teacher_row)])
-    row_loss = _soft_rows(kind, teacher_TU, teacher_row_M, row_weight_M * scale_K[depth_M])
+    row_loss = _soft_rows(kind, teacher_TU, teacher_row_M, row_weight_M * scale_K[depth_M], mix=mix)
     dtype = compute_dtype(weight_UH)
     with torch.autocast(weight_UH.device.type, enabled=False):
         loss_K, argmax_M = _LinearLossDepths.apply(

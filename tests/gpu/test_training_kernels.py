@@ -82,8 +82,10 @@ def test_flash_attention_matches_float32_eager(own, heads, groups, width, length
 
 
 @pytest.mark.parametrize(("rows", "width", "tokens"), [(300, 576, 16000), (77, 64, 1003), (1, 32, 97), (0, 32, 97)])
-@pytest.mark.parametrize("kind", eager.SOFT_LOSSES)
-def test_fused_loss_matches_eager(kind, rows, width, tokens):
+@pytest.mark.parametrize(
+    ("kind", "mix"), [*((kind, eager.PURE) for kind in eager.SOFT_LOSSES), ("kl", (0.3, 0.7)), ("soft_ce", (0.5, 0.0))]
+)
+def test_fused_loss_matches_eager(kind, mix, rows, width, tokens):
     hidden, weight = torch.randn(rows, width, device="cuda"), torch.randn(tokens, width, device="cuda") * 0.1
     teacher = torch.randn(50, tokens, device="cuda") * 3
     teacher_row = torch.randint(0, 50, (rows,), device="cuda")
@@ -91,7 +93,7 @@ def test_fused_loss_matches_eager(kind, rows, width, tokens):
     results = []
     for loss in (eager.soft_loss, fused.soft_loss):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        total, argmax = loss(h, w, teacher, teacher_row, row_weight, kind)
+        total, argmax = loss(h, w, teacher, teacher_row, row_weight, kind, mix=mix)
         total.backward()
         results.append((total.detach(), argmax, h.grad, w.grad))
     assert torch.equal(results[0][1], results[1][1])

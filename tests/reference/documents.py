@@ -113,6 +113,19 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lk": minus_log_acceptance,
 }
 
+def mixed(
+    kind: str, p: Tensor, logits: Tensor, lk_weight: float = 0.0, l1_weight: float = 0.0
+) -> Tensor:
+    """The divergence `kind`, and with these weights minus the log of the acceptance rate and Σ |p - q|."""
+    total = DIVERGENCES[kind](p, logits)
+    if lk_weight:
+        total = total + lk_weight * minus_log_acceptance(p, logits)
+    if l1_weight:
+        q = torch.softmax(logits, dim=0)
+        total = total + l1_weight * sum(torch.abs(a - b) for a, b in zip(p, q, strict=True))
+    return total
+
+
 PositionLoss = Callable[[Document, int, int, Tensor], Tensor | None]
 
 

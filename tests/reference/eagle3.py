@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from reference.documents import (
-    DIVERGENCES,
     Document,
     Ends,
     Sums,
     greedy_choice,
+    mixed,
     sum_over_positions,
     supervised_depth,
 )
@@ -120,9 +120,12 @@ def eagle3_loss(
     draft_ids: list[int] | None = None,
     kind: str = "soft_ce",
     norm_output: bool = False,
+    mix: tuple[float, float] = (0.0, 0.0),
+    temperature: float = 1.0,
 ) -> Sums:
     """The divergence `kind` of every depth from the teacher renormalised over the draft vocabulary.
 
+    mix: weights of LK and L1 beside it.
     A position whose target argmax is outside the draft vocabulary carries no loss at that depth, and is a miss.
     """
     ids = list(range(ends.lm_head_VD.shape[0])) if draft_ids is None else draft_ids
@@ -136,8 +139,8 @@ def eagle3_loss(
     def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor | None:
         if greedy_choice(ends, document, t, d) not in ids:
             return None
-        p_U = torch.softmax(ends.logits(document.hidden_TD[t + d]), dim=0)[ids]
-        return DIVERGENCES[kind](p_U / p_U.sum(), logits)
+        p_U = torch.softmax(ends.logits(document.hidden_TD[t + d]) / temperature, dim=0)[ids]
+        return mixed(kind, p_U / p_U.sum(), logits, *mix)
 
     return sum_over_positions(documents, depth, draft, loss, ends, ids)
 

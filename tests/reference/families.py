@@ -129,7 +129,8 @@ def _eagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -
 def _eagle3(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
     ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
     c = head.config
-    return eagle3_loss(weights, ends, documents, shape_of(head), c.depth, ids, c.loss, c.norm_output)
+    return eagle3_loss(weights, ends, documents, shape_of(head), c.depth, ids, c.loss, c.norm_output,
+                       (c.lk_weight, c.l1_weight), c.teacher_temperature)  # fmt: skip
 
 
 def block_of(head: Any) -> Block:
@@ -154,7 +155,8 @@ def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -
 def _peagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
     ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
     c = head.config
-    return peagle_loss(weights, ends, documents, shape_of(head), c.mask_token_id, c.depth, ids, c.loss)
+    return peagle_loss(weights, ends, documents, shape_of(head), c.mask_token_id, c.depth, ids, c.loss,
+                       (c.lk_weight, c.l1_weight), c.teacher_temperature)  # fmt: skip
 
 
 def medusa(**fields: Any) -> MedusaConfig:
@@ -303,6 +305,10 @@ REFERENCES: dict[str, Reference] = {
             "partial rope, gelu": Example(eagle3(), PARTIAL, loss_only=True),
             "kl": Example(eagle3(loss="kl"), loss_only=True),
             "lk": Example(eagle3(loss="lk"), loss_only=True),
+            "kl, lk and l1": Example(eagle3(loss="kl", lk_weight=0.3, l1_weight=0.7), loss_only=True),
+            "soft ce and lk of a sharp teacher": Example(
+                eagle3(lk_weight=0.5, teacher_temperature=0.6), loss_only=True
+            ),
             "odd output head": Example(eagle3(), ends=ODD_ENDS, loss_only=True),
             "as many key heads as query heads": Example(eagle3(num_key_value_heads=4)),
             "two layers": Example(eagle3(layers=2), refused=NOT_LLAMA_CPP),
@@ -322,7 +328,7 @@ REFERENCES: dict[str, Reference] = {
                 refused=NOT_LLAMA_CPP,
             ),
         },
-        random=eagle3(loss="lk", row_fraction=0.6),
+        random=eagle3(loss="lk", row_fraction=0.6, feature_dropout=0.2, feature_noise=0.1),
         small=lambda vocab: Eagle3Config(depth=4, draft_vocab_size=5 * vocab // 6, feature_layers=[1, 2, 3]),
         steps=12,
         variants={

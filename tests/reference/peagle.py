@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.documents import DIVERGENCES, Document, Ends, Sums, greedy_choice, sum_over_positions, supervised_depth
+from reference.documents import Document, Ends, Sums, greedy_choice, mixed, sum_over_positions, supervised_depth
 from reference.eagle3 import Caches, first_step, fuse, prefixes_of_layers, run_row, vocabulary_logits
 from reference.llama import Shape, Weights
 
@@ -53,6 +53,8 @@ def peagle_loss(
     depth: int,
     draft_ids: list[int] | None = None,
     kind: str = "kl",
+    mix: tuple[float, float] = (0.0, 0.0),
+    temperature: float = 1.0,
 ) -> Sums:
     """The divergence `kind` of every depth from the teacher renormalised over the draft vocabulary.
 
@@ -69,8 +71,8 @@ def peagle_loss(
     def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor | None:
         if greedy_choice(ends, document, t, d) not in ids:
             return None
-        p_U = torch.softmax(ends.logits(document.hidden_TD[t + d]), dim=0)[ids]
-        return DIVERGENCES[kind](p_U / p_U.sum(), logits)
+        p_U = torch.softmax(ends.logits(document.hidden_TD[t + d]) / temperature, dim=0)[ids]
+        return mixed(kind, p_U / p_U.sum(), logits, *mix)
 
     return sum_over_positions(documents, depth, draft, loss, ends, ids)
 

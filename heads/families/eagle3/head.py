@@ -8,12 +8,14 @@ U draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from headstart.heads.base import MAX_LAYERS, MAX_SIZE, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch, FeatureSpec
@@ -24,7 +26,7 @@ from headstart.heads.families.autoregressive import AutoregressiveConfig, Autore
 from headstart.heads.families.eagle3 import ttt, ttt_autograd
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
-from headstart.heads.numerics import compute_dtype
+from headstart.heads.numerics import compute_dtype, wide
 from headstart.heads.targets.layer_weights import check_start, input_norm, pass_stream, start
 from headstart.heads.vocab import membership
 
@@ -42,7 +44,7 @@ class Eagle3Config(AutoregressiveConfig):
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
     added: ClassVar[tuple[str, ...]] = (
         *AutoregressiveConfig.added, "layers", "qk_norm", "fc_norm", "norm_output", "num_key_value_heads",
-        "start_layers",
+        "start_layers", "lk_weight", "l1_weight", "teacher_temperature", "feature_dropout", "feature_noise",
     )  # fmt: skip
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
@@ -55,6 +57,17 @@ class Eagle3Config(AutoregressiveConfig):
     depth_decay: float = 0.8
     #: Loss of every step against the target's distribution: soft_ce, kl or lk (acceptance rate).
     loss: str = "soft_ce"
+    #: Weight of the LK loss (minus the log of the acceptance rate), which is added to head.loss.
+    lk_weight: float = 0.0
+    #: Weight of the L1 distance of both distributions (twice the total variation), which is added to head.loss.
+    l1_weight: float = 0.0
+    #: The target's logits are divided by it before the loss: below 1, the target's choice counts more than the rest.
+    teacher_temperature: float = 1.0
+    #: Share of the features' numbers that training sets to zero, each on its own; the others grow by 1 / (1 - share).
+    feature_dropout: float = 0.0
+    #: Standard deviation of the Gaussian noise that training adds to the features, as a part of each row's root mean
+    #: square.
+    feature_noise: float = 0.0
     #: Three layers whose inputs the head reads, as indices of hidden_states; null takes [2, L//2, L-3] of L layers.
     feature_layers: list[int] | None = None
     #: Tokens that the head can draft (U): a whole number, or a share of the target's choices that the smallest
@@ -80,6 +93,25 @@ class Eagle3Config(AutoregressiveConfig):
     fc_norm: str = "none"
     #: Feed the normed output back as the next step's feature (EAGLE-3.1), instead of the output before the norm.
     norm_output: bool = False
+
+    def check(self) -> None:
+        super().check()
+        for name in ("lk_weight", "l1_weight", "feature_noise"):
+            if not 0 <= (found := getattr(self, name)) < math.inf:
+                raise ConfigError(f"head.{name}: found {found}, expected a finite number, 0 or more")
+        if self.loss == "lk" and self.lk_weight + self.l1_weight > 0:
+            raise ConfigError(
+                "head.loss: found lk with head.lk_weight or head.l1_weight, which are added to soft_ce or kl: set "
+                "head.loss=kl, or both weights to 0"
+            )
+        if not 0 < self.teacher_temperature < math.inf:
+            raise ConfigError(
+                f"head.teacher_temperature: found {self.teacher_temperature}, expected a finite number above 0"
+            )
+        if not 0 <= self.feature_dropout < 1:
+            raise ConfigError(
+                f"head.feature_dropout: found {self.feature_dropout}, expected a share: 0 (off) or more, less than 1"
+            )
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -204,6 +236,19 @@ class Eagle3Head(AutoregressiveHead):
         features = streams.flatten(-2)
         return self.fc(features if self.input_norm is None else self.input_norm(features))
 
+    def training_features(self, batch: FeatureBatch) -> Tensor:
+        """g of every row [R, H], with the dropout and the noise of training."""
+        streams_RkD, config = batch.streams_RkD, self.config
+        if not self.training or (config.feature_dropout == 0 and config.feature_noise == 0):
+            return self.fuse(batch.hidden_RD, streams_RkD)
+        streams_RkD = streams_RkD.to(compute_dtype(self.fc.weight))
+        if config.feature_noise:
+            size_Rk1 = wide(streams_RkD).square().mean(-1, keepdim=True).sqrt().to(streams_RkD.dtype)
+            streams_RkD = streams_RkD + config.feature_noise * size_Rk1 * torch.randn_like(streams_RkD)
+        if config.feature_dropout:
+            streams_RkD = F.dropout(streams_RkD, config.feature_dropout)
+        return self.fuse(batch.hidden_RD, streams_RkD)
+
     def mix(self, embedding: Tensor, g: Tensor) -> Tensor:
         return torch.cat((self.midlayer.input_layernorm(embedding), self.midlayer.hidden_norm(g)), dim=-1)
 
@@ -262,12 +307,17 @@ class Eagle3Head(AutoregressiveHead):
         below = sum(layer.kept_numbers(recompute) for layer in layers[:-1])
         kept = super().kept_numbers(rows, anchors, recompute) + (rows - anchors) * below
         kept += (self.teacher_rows(anchors) - anchors) * self.lm_head.out_features
+        kept += self.copied_features(rows)
         if not self.by_autograd:
             return kept
         attention = self.midlayer.self_attn
         own = len(layers) * attention.kv_heads * attention.head_dim * steps * (steps - 1)
         normed = (steps - 1) * hidden if self.config.norm_output else 0
         return kept + anchors * (2 * steps * hidden + own + normed)
+
+    def copied_features(self, rows: float) -> float:
+        """Numbers of the features' copies that noise and dropout make, for fc's gradient."""
+        return rows * self.fc.in_features * ((self.config.feature_dropout > 0) + (self.config.feature_noise > 0))
 
     def drawn_parts(self) -> tuple[float, ...]:
         """The rows of depths 1 … K, as parts of those of depth 1."""
@@ -288,7 +338,7 @@ class Eagle3Head(AutoregressiveHead):
         The head reads the true tokens. Rows that are not supervised run fc, the input norms, the layers below the last,
         and the last one's keys and values of step 1.
         """
-        g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
+        g_RH = self.training_features(batch)
         e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))
         norm = self.midlayer.hidden_norm
         if self.by_autograd:
@@ -306,16 +356,19 @@ class Eagle3Head(AutoregressiveHead):
                 hidden_SD = hidden_SD[torch.cat(teacher_row)]
                 source = list(torch.arange(len(hidden_SD), device=hidden_SD.device).split(anchors.count_K))
             teacher_SU = teacher.logits(hidden_SD, self.draft_ids_U, compute_dtype(self.fc.weight))
+            if self.config.teacher_temperature != 1:
+                teacher_SU = teacher_SU / self.config.teacher_temperature
         weight = [inside_A[row] * on for row, on in zip(teacher_row, rows, strict=True)]
         output_MH, matrix, kind = self.rollout(batch), self.lm_head.weight, self.config.loss
+        mix = (self.config.lk_weight, self.config.l1_weight)
         if scale_T is None:
             pairs = [
-                fused.soft_loss(h, matrix, teacher_SU, row, w, kind)
+                fused.soft_loss(h, matrix, teacher_SU, row, w, kind, mix=mix)
                 for h, row, w in zip(output_MH.split(anchors.count_K), source, weight, strict=True)
             ]
             loss_K, argmax = torch.stack([loss for loss, _ in pairs]), [best for _, best in pairs]
         else:
-            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_SU, source, weight, scale_T, kind)
+            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_SU, source, weight, scale_T, kind, mix)
         hits = [
             (self.target_ids(best) == batch.teacher_argmax_A[row]) & (on > 0)
             for best, row, on in zip(argmax, teacher_row, rows, strict=True)

@@ -43,7 +43,10 @@ class PEagleConfig(Eagle3Config):
 
     structure: ClassVar[tuple[str, ...]] = (*Eagle3Config.structure, "train_embeddings")
     behaviour: ClassVar[tuple[str, ...]] = ("mask_token_id",)
-    added: ClassVar[tuple[str, ...]] = (*AutoregressiveConfig.added, "num_key_value_heads", "start_layers")
+    added: ClassVar[tuple[str, ...]] = (
+        *AutoregressiveConfig.added, "num_key_value_heads", "start_layers", "lk_weight", "l1_weight",
+        "teacher_temperature", "feature_dropout", "feature_noise",
+    )  # fmt: skip
     placeholder: ClassVar[str | None] = "mask_token_id"
 
     type: str = "peagle"
@@ -140,7 +143,7 @@ class PEagleHead(Eagle3Head):
         layer = self.midlayer
         e_RH = layer.input_layernorm(self.embed(self.next_tokens(batch)))
         mask_e_H = layer.input_layernorm(self._mask_embedding())
-        g_RH, mask_g_H = self.fuse(batch.hidden_RD, batch.streams_RkD), self.mask_feature()
+        g_RH, mask_g_H = self.training_features(batch), self.mask_feature()
         return self.norm(
             rollout(batch, self.draft_layers, layer.hidden_norm, self.rope, e_RH, g_RH, mask_e_H, mask_g_H)
         )
@@ -179,4 +182,5 @@ class PEagleHead(Eagle3Head):
         beside = len(layers) * 2 * (attention.heads + attention.kv_heads) * attention.head_dim * slots
         kept = anchors * (sum(drawn_K) * (sum(per_layer) + 2 * hidden) + beside)
         kept += self.teacher_rows(anchors) * self.lm_head.out_features
+        kept += self.copied_features(rows)
         return kept + rows * 2 * hidden + (rows - anchors) * sum(per_layer[:-1])

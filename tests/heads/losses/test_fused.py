@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from reference.documents import DIVERGENCES, soft_cross_entropy
+from reference.documents import mixed, soft_cross_entropy
 from torch import Tensor
 
 from headstart.heads.kernels import losses as kernels
@@ -17,7 +17,9 @@ ROWS, HIDDEN, TOKENS, TEACHERS = 13, 16, 61, 7
 interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (and Triton)"
 )
-KINDS = ["soft_ce", "kl", "lk", "hard_ce"]
+#: name → kind, and the weights of LK and L1 beside it
+MIXES = {"kl, lk and l1": ("kl", (0.3, 0.7)), "soft_ce and lk": ("soft_ce", (0.5, 0.0))}
+KINDS = ["soft_ce", "kl", "lk", "hard_ce", *MIXES]
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -37,7 +39,10 @@ def run(module, kind: str, x: dict[str, Tensor], factor: float = 1.7) -> tuple[T
     if kind == "hard_ce":
         loss, argmax = module.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"])
     else:
-        loss, argmax = module.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"], kind)
+        kind, mix = MIXES.get(kind, (kind, (0.0, 0.0)))
+        loss, argmax = module.soft_loss(
+            x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"], kind, mix=mix
+        )
     return loss, argmax, *torch.autograd.grad(loss * factor, [x["hidden"], x["weight"]])
 
 
@@ -51,7 +56,8 @@ def test_eager_is_the_formula(kind: str):
         if kind == "hard_ce":
             value = soft_cross_entropy(torch.nn.functional.one_hot(x["label"][a], TOKENS).double(), logits)
         else:
-            value = DIVERGENCES[kind](torch.softmax(x["teacher"][x["row"][a]], dim=0), logits)
+            named, mix = MIXES.get(kind, (kind, (0.0, 0.0)))
+            value = mixed(named, torch.softmax(x["teacher"][x["row"][a]], dim=0), logits, *mix)
         expected += float((x["row_weight"][a] * value).detach())
         best.append(int(logits.argmax()))
     assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -196,8 +202,9 @@ def test_the_forward_pass_adds_the_scaled_gradient(kind: str, interpreted: bool,
     if kind == "hard_ce":
         loss, found = fused.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"], adds_scale=scale)
     else:
-        teacher = x["teacher"], x["row"], x["row_weight"], kind
-        loss, found = fused.soft_loss(x["hidden"], x["weight"], *teacher, adds_scale=scale)
+        named, mix = MIXES.get(kind, (kind, (0.0, 0.0)))
+        teacher = x["teacher"], x["row"], x["row_weight"], named
+        loss, found = fused.soft_loss(x["hidden"], x["weight"], *teacher, adds_scale=scale, mix=mix)
     (loss * scale).backward()
     torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-6)
     assert torch.equal(found, argmax)
@@ -257,8 +264,10 @@ def test_validation_forms_no_gradient(kind: str, monkeypatch: pytest.MonkeyPatch
         if kind == "hard_ce":
             found = fused.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"])
         else:
-            found = fused.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"], kind)
-            depths = [x["row"]], [x["row_weight"]], torch.ones(1, dtype=torch.float64), kind
+            named, mix = MIXES.get(kind, (kind, (0.0, 0.0)))
+            rows = x["row"], x["row_weight"], named
+            found = fused.soft_loss(x["hidden"], x["weight"], x["teacher"], *rows, mix=mix)
+            depths = [x["row"]], [x["row_weight"]], torch.ones(1, dtype=torch.float64), named, mix
             loss_K, _ = fused.soft_loss_depths(x["hidden"], x["weight"], x["teacher"], *depths)
             assert torch.allclose(loss_K[0], expected[0])
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not taken

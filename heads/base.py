@@ -230,10 +230,12 @@ class Head(nn.Module, ABC):
             `initialise` receives them.
         embed_VD, teacher: the target's frozen ends, which `bind` attaches. They are not in the state dict.
         joint_obstacle: why the target cannot be trained together with it (joint.enabled); None if it can.
+        without_muon: beginnings of the names of parameters that Muon does not train, whatever their shape.
     """
 
     family: ClassVar[str]
     joint_obstacle: ClassVar[str | None] = None
+    without_muon: ClassVar[tuple[str, ...]] = ()
     draft_ids_U: Tensor | None
 
     def __init__(self, config: HeadConfig, dims: HeadDims):
@@ -323,18 +325,6 @@ class Head(nn.Module, ABC):
         """The learning rate of the parameter `name` in a stage, as a multiple of the run's."""
         return 1.0
 
-    def token_matrices(self) -> set[str]:
-        """Names of the trained matrices that have a row or a column for each token: embeddings, outputs, their updates.
-
-        `train.token_weight_decay` is theirs.
-        """
-        tokens = {self.dims.vocab_size, self.draft_vocab_size}
-        return {name for name, p in self.named_parameters() if p.requires_grad and tokens & set(p.shape) and p.ndim > 1}
-
-    def adamw_matrices(self) -> set[str]:
-        """Names of the matrices that AdamW trains, whatever `train.optimizer` is. By default `token_matrices`."""
-        return self.token_matrices()
-
     def trained_parameters(self) -> int:
         """Number of parameters that training changes."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
@@ -375,9 +365,6 @@ class Head(nn.Module, ABC):
                     f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}"
                 )
             self.draft_ids_U.copy_(draft_ids_U)
-
-    def check_start(self, ends: TargetEnds) -> None:
-        """Raise ConfigError where `initialise` cannot copy what the head is to start from. No weights are needed."""
 
     def sharpen(self) -> None:
         """Make a head with random weights about as sure of its drafts as a trained one.

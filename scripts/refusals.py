@@ -25,6 +25,7 @@ from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, map_head, skeleton
 from headstart.heads.targets.adapter import check_continued, planned_parameters
+from headstart.heads.targets.layer_weights import check_start
 from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import adapter_of_head
 from headstart.recipes.schema import Recipe
@@ -55,13 +56,14 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
         head = build_head(config.with_vocabulary(config.draft_tokens(dims.vocab_size)), dims)
     target.check_layer_ids(head.spec.layer_ids)
     head.bind(target.ends)
-    if recipe.start_from is None:
-        if recipe.target.parallel == "fsdp2" and getattr(config, "start_layers", None) is not None:
+    numbers = getattr(config, "start_layers", None)
+    if recipe.start_from is None and numbers is not None:
+        if recipe.target.parallel == "fsdp2":
             raise ConfigError(
                 "target.parallel: found fsdp2 with head.start_layers; no rank has a whole layer to start from: set "
                 "head.start_layers=null"
             )
-        head.check_start(target.ends)
+        check_start(target.ends, numbers, head.draft_layers, head.hidden_act or "")
     return head
 
 

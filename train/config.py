@@ -11,7 +11,7 @@ from headstart.heads.errors import ConfigError, check_settings
 #: largest learning rate accepted; AdamW in float32 breaks far above it
 MOST_LR = 1000.0
 #: settings that earlier versions did not have; their defaults compute what those versions did
-ADDED = ("optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay")
+ADDED = ("optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay", "patience", "choose_by")
 
 
 @dataclass
@@ -103,8 +103,14 @@ class TrainConfig:
     disk_wait: float = 1800.0
     #: Continue from the newest intact checkpoint of the run's folder. false starts anew.
     resume: bool = True
-    #: Weights that the run ends with: last, or best (by real τ where it is measured, else by walked τ).
+    #: Weights that the run ends with: last, or best (by train.choose_by).
     select: str = "last"
+    #: What the best head is chosen by: tau (real τ where it is measured, else walked τ) or walked_tau (walked τ alone,
+    #: which looks at all held-out text and so varies less).
+    choose_by: str = "tau"
+    #: Stop after so many validations in a row without a longer accepted length along held-out text (walked τ); 0 never
+    #: stops. It needs train.eval_every. Set train.select=best with it.
+    patience: int = 0
 
     #: Where metrics go besides metrics.jsonl: none, tensorboard or wandb.
     tracker: str = "none"
@@ -133,7 +139,7 @@ class TrainConfig:
         positive = (*budgets, "lr", "eps", "clip_norm", "clip_value", "accumulation", "log_every")
         check(positive, "a number above 0", lambda value: value is None or value > 0)
         check(("lr",), f"{MOST_LR:g} at most (1e-4 is usual)", lambda lr: lr <= MOST_LR)
-        counts = ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch")
+        counts = ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch", "patience")
         check((*counts, "weight_decay", "seed", "disk_wait"), "0 or more", lambda value: value >= 0)
         check(("token_weight_decay",), "0 or more, or null", lambda decay: decay is None or decay >= 0)
         check(("muon_rate",), "a number above 0", lambda rate: rate > 0)
@@ -147,6 +153,7 @@ class TrainConfig:
             "capture": ("auto", "on", "off"),
             "nonfinite": ("stop", "skip"),
             "select": ("last", "best"),
+            "choose_by": ("tau", "walked_tau"),
             "tracker": ("none", "tensorboard", "wandb"),
         }
         for name, allowed in choices.items():

@@ -35,8 +35,9 @@ from headstart.train.launching.setup import captures, make_accelerator, make_par
 from headstart.train.launching.watch import Watch
 from headstart.train.nonfinite import WindowSamples
 from headstart.train.optim import Budget, lr_factor, set_rate
+from headstart.train.patience import check_patience
 from headstart.train.saving import Saving
-from headstart.train.sharing.distributed import from_main, on_main
+from headstart.train.sharing.distributed import from_main
 from headstart.train.sharing.parallel import Parallel, resolve_kind
 from headstart.train.stages import Stages
 from headstart.train.standing import Standing
@@ -78,7 +79,7 @@ class TrainResult:
         step: optimiser steps made in all.
         tokens, supervised_tokens: rows trained on, and positions supervised at depth 1, repeats counted.
         seconds: wall-clock of the loop, earlier parts of a resumed run included.
-        stopped: what ended the run: steps | epochs | seconds | signal.
+        stopped: what ended the run: steps | epochs | seconds | patience | signal.
         metrics: the last validation.
         best: {"name", "value", "step"} of the best validation, or None.
         checkpoint: the final checkpoint directory.
@@ -128,6 +129,7 @@ def train(
         checkpoint damaged. TrainingError: non-finite loss (sample ids named) or no supervised position.
     """
     config.check()
+    check_patience(config, observers.validate is not None)
     accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
     provenance = make_provenance(accelerator.device) if provenance is None else provenance
     return TrainingLoop(
@@ -209,7 +211,7 @@ class TrainingLoop:
         return resumed_from
 
     def run_steps(self) -> str:
-        """Make steps until a budget is spent or a signal came. Returns which: steps | epochs | seconds | signal."""
+        """Make steps until a budget is spent or a signal came. Returns TrainResult.stopped."""
         standing, saving = self.standing, self.saving
         while True:
             self._act_on_agreement()
@@ -225,7 +227,8 @@ class TrainingLoop:
             if step % self.config.log_every == 0 or save_due:  # a checkpoint holds what was counted until its step
                 self._record()
             last = standing.is_last(step)  # _finish saves and validates this one
-            standing.state.unvalidated = self._validation_due(step) and not last
+            validates = self.observers.validate is not None
+            standing.state.unvalidated = validates and standing.validation_due(step) and not last
             if not last and saving.may_begin():  # before the validation, whose failure must not cost the weights
                 if self.meters.steps:  # it was due at an earlier step
                     self._record()
@@ -332,10 +335,6 @@ class TrainingLoop:
             values["captures"], values["capture_s"] = self.captured.captures, self.captured.seconds
         self.standing.log_step(values)
 
-    def _validation_due(self, step: int) -> bool:
-        every = self.config.eval_every
-        return self.observers.validate is not None and bool(every) and step % every == 0
-
     def _evaluate(self, final: bool) -> None:
         """Validate, record it, and save the head where it is the best so far."""
         standing, saving = self.standing, self.saving
@@ -345,8 +344,7 @@ class TrainingLoop:
         with standing.screen.phase("validating", said=False), averaged(), self.parallel.whole_head():
             values = self.observers.validate(self.head, standing.state.step, final)
         values = from_main(values)  # rank 0 alone measures τ
-        standing.state.metrics, standing.state.unvalidated = values, False
-        standing.log(values)
+        standing.log_validation(values)
         saving.keep_if_best(values)
         if not final and saving.saved_step == standing.state.step:
             saving.rewrite_state()
@@ -359,7 +357,7 @@ class TrainingLoop:
         if self.meters.steps:
             self._record()
         if reason == "signal":
-            return self._finish_at_signal()
+            return saving.save_at_signal()
         self.health.require_trained()
         if not self.final_checkpoint:
             saving.write_all()
@@ -374,17 +372,4 @@ class TrainingLoop:
         state.finished, state.elapsed = [state.step, reason], standing.elapsed()
         saving.rewrite_state()
         saving.write_all()
-        return checkpoint
-
-    def _finish_at_signal(self) -> Path | None:
-        """Save what there is, and say how to go on."""
-        if self.health.weights_finite():
-            checkpoint: Path | None = self.saving.save_now()
-            unsaved = ""
-        else:
-            checkpoint = on_main(lambda: self.saving.writer.last_checkpoint(diverged=True))
-            unsaved = "; the head's weights are not finite and were not saved"
-        onwards = "starts at step 0" if checkpoint is None else f"continues from {checkpoint}"
-        step = self.standing.state.step
-        self.standing.reporter.say(f"stopped by a signal at step {step}{unsaved}; the same command {onwards}")
         return checkpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +117,19 @@ class Together(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    head: nn.Module, config: TrainConfig, factors: dict[str, tuple[float, ...]] | None = None
+    head: nn.Module,
+    config: TrainConfig,
+    factors: dict[str, tuple[float, ...]] | None = None,
+    tokens: Set[str] = frozenset(),
+    by_muon: Set[str] = frozenset(),
 ) -> torch.optim.Optimizer:
     """AdamW, or Muon with AdamW for the rest. Matrices decay; norms and biases (fewer than two axes) do not.
 
     Muon: https://kellerjordan.github.io/posts/muon; its updates are made as large as AdamW's (arXiv 2502.16982, §2.2).
 
-    Args: factors: see rate_factors; None = every parameter has the run's rate.
+    Args:
+        factors: see rate_factors; None = every parameter has the run's rate.
+        tokens, by_muon: token_matrices and muon_matrices of the head; the latter count with train.optimizer=muon alone.
     Raises: TrainingError when nothing is trainable, a trainable parameter is not float32, or Muon has no matrix.
     """
     trainable = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
@@ -134,8 +140,7 @@ def build_optimizer(
         raise TrainingError(
             f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
         )
-    tokens = matrices_of(head, "token_matrices")
-    by_muon = muon_matrices(head) if config.optimizer == "muon" else set()
+    by_muon = by_muon if config.optimizer == "muon" else frozenset()
     if config.optimizer == "muon" and not by_muon:
         raise TrainingError(
             "train.optimizer: found muon, but this head has no matrix for it (all have a row for each token, or are "
@@ -171,16 +176,17 @@ def build_optimizer(
     return Together(parts) if by_muon else parts[0]
 
 
-def muon_matrices(head: nn.Module) -> set[str]:
-    """Names of the parameters that Muon trains: matrices (of two axes) that the head does not keep for AdamW."""
-    kept = matrices_of(head, "adamw_matrices")
-    return {name for name, p in head.named_parameters() if p.requires_grad and p.ndim == 2} - kept
+def token_matrices(head: Head) -> set[str]:
+    """Names of the trained matrices with a row or a column for each token: embeddings, outputs, their updates."""
+    tokens = {head.dims.vocab_size, head.draft_vocab_size}
+    return {n for n, p in head.named_parameters() if p.requires_grad and p.ndim > 1 and tokens & set(p.shape)}
 
 
-def matrices_of(head: nn.Module, said: str) -> set[str]:
-    """What the method `said` of a head answers; nothing for a module that is no head."""
-    names: set[str] = getattr(head, said, set)()
-    return names
+def muon_matrices(head: Head) -> set[str]:
+    """Names of the parameters that Muon trains: matrices (of two axes), token_matrices and Head.without_muon apart."""
+    without = head.without_muon
+    found = {n for n, p in head.named_parameters() if p.requires_grad and p.ndim == 2 and not n.startswith(without)}
+    return found - token_matrices(head)
 
 
 def rate_factors(head: Head) -> dict[str, tuple[float, ...]]:

@@ -20,8 +20,8 @@ from headstart.train.sharing.distributed import from_main, on_main
 from headstart.train.sharing.parallel import Parallel
 from headstart.train.standing import Standing
 
-#: values that the best head is chosen by: the first of them that is measured
-CHOSEN_BY = ("valid/tau", "valid/walked_tau")
+#: values that the best head is chosen by (`train.choose_by`): the first of them that is measured
+CHOSEN_BY = {"tau": ("valid/tau", "valid/walked_tau"), "walked_tau": ("valid/walked_tau",)}
 
 
 class Saving:
@@ -107,6 +107,19 @@ class Saving:
         self.write_all()
         return on_main(lambda: self.writer.store.paths()[0])
 
+    def save_at_signal(self) -> Path | None:
+        """Save what there is, and say how to go on. Returns the last checkpoint."""
+        checkpoint, unsaved = None, ""
+        if self.health.weights_finite():
+            checkpoint = self.save_now()
+        else:
+            checkpoint = on_main(lambda: self.writer.last_checkpoint(diverged=True))
+            unsaved = "; the head's weights are not finite and were not saved"
+        onwards = "starts at step 0" if checkpoint is None else f"continues from {checkpoint}"
+        step = self.standing.state.step
+        self.standing.reporter.say(f"stopped by a signal at step {step}{unsaved}; the same command {onwards}")
+        return checkpoint
+
     def _take(self) -> None:
         checkpoint = make_checkpoint(self.standing, self.parallel, self.writer.copies, self.provenance)
         if checkpoint is not None:
@@ -137,10 +150,10 @@ class Saving:
     def keep_if_best(self, values: dict[str, float]) -> None:
         """Save the head where the validation `values` are the best so far; all ranks take part."""
         state = self.standing.state
-        best = state.best
-        if best is not None and best["name"] not in CHOSEN_BY:  # an older version's, which nothing measures any more
+        best, names = state.best, CHOSEN_BY[self.standing.config.choose_by]
+        if best is not None and best["name"] not in names:  # an older version's, or chosen by something else
             best = None
-        name = best["name"] if best else next((name for name in CHOSEN_BY if name in values), "")
+        name = best["name"] if best else next((name for name in names if name in values), "")
         if name in values and (best is None or values[name] > best["value"]):
             state.best = {"name": name, "value": values[name], "step": state.step}
             self._save_best(dict(state.best))

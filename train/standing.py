@@ -23,6 +23,7 @@ from headstart.heads.transfer import to_device
 from headstart.train.config import TrainConfig
 from headstart.train.launching.signals import StopSignal
 from headstart.train.optim import Budget
+from headstart.train.patience import Patience
 from headstart.train.sharing.distributed import Agreement
 from headstart.train.stream import PackStream
 from headstart.train.tracking.meters import Meters
@@ -45,6 +46,7 @@ class RunState:
         finished: [step, reason] once the final validation and checkpoint are done.
         unvalidated: whether a validation was due at this step and is not in `metrics` and `best` yet.
         skipped: steps skipped in a row until here (`train.nonfinite=skip`).
+        patience: what train/patience.py knows.
         stage: number of the stage (stages.py). stage_step, stage_elapsed: `step` and seconds at which it began.
     """
 
@@ -59,6 +61,7 @@ class RunState:
     finished: list[Any] | None = None
     unvalidated: bool = False
     skipped: int = 0
+    patience: dict[str, Any] = field(default_factory=dict)
     stage: int = 0
     stage_step: int = 0
     stage_elapsed: float = 0.0
@@ -101,6 +104,7 @@ class Standing:
         total, unit = (budget.seconds, "s") if budget.seconds else (float(budget.steps or 1), "steps")
         self.screen, self.reporter = screen, Reporter(screen, total, unit)
         self.tracker: RunTracker | None = None
+        self.patience = Patience(config.patience, self.reporter.say)
         self.signal = StopSignal(self._say_stop)
         self.state = RunState()
         self.agreed = Agreed()
@@ -128,8 +132,21 @@ class Standing:
 
     def log_step(self, values: dict[str, float]) -> None:
         """Write the record of a training step: `values`, and how far the run is."""
+        self.patience.note_loss(values["train/loss"])
         epoch = self.stream.locate(max(self.state.packs - 1, 0)).epoch
         self.log({**values, "epoch": epoch, "seconds": self.elapsed(), "supervised_tokens": self.state.supervised})
+
+    def log_validation(self, values: dict[str, float]) -> None:
+        """Keep and write what a validation found."""
+        state = self.state
+        state.metrics, state.unvalidated = values, False
+        state.patience = self.patience.note(state.patience, state.step, values)
+        self.log(values)
+
+    def validation_due(self, step: int) -> bool:
+        """Whether `train.eval_every` asks for a validation after `step`."""
+        every = self.config.eval_every
+        return bool(every) and step % every == 0
 
     def log(self, values: dict[str, float]) -> None:
         self.reporter.record(self.state.step, values, self._done())
@@ -165,8 +182,12 @@ class Standing:
         self.meters.leave_out(seconds)
 
     def ended(self) -> str | None:
-        """Why no further step may be made (signal | steps | epochs | seconds), None while one may."""
-        return "signal" if self.agreed.stop else self.budget.finished(self.state.step, self.agreed.elapsed)
+        """Why no further step may be made (signal | patience | steps | epochs | seconds), None while one may."""
+        if self.agreed.stop:
+            return "signal"
+        if self.patience.spent(self.state.patience):
+            return "patience"
+        return self.budget.finished(self.state.step, self.agreed.elapsed)
 
     def is_last(self, step: int) -> bool:
         """Whether `step` is the last of the steps or epochs of the budget. A limit of time is not looked at."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError
-from headstart.heads.layers import DraftLayer, LaterLayer
+from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
 from headstart.heads.targets.locate import decoder_layers
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -59,23 +59,29 @@ def check_start(ends: TargetEnds, numbers: Sequence[int], layers: Sequence[Draft
         _check_layer(_parameters(_layer(ends.model, number), number), number, layer)
 
 
-def start(ends: TargetEnds, numbers: Sequence[int], layers: Sequence[DraftLayer], act: str) -> None:
-    """Copy the target's layers into the draft layers.
+def start(head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSNorm) -> None:
+    """Copy the target's layers `numbers` into the head's draft layers; `fc` passes on the stream nearest to the first.
 
     A draft layer with more key and value heads gets each of the target's several times, which computes the same. One
     whose attention reads embeddings and features gets the target's projections for the features; those of the
     embeddings keep their random start. Norms of queries and keys that the target does not have stay at 1.
 
+    Args:
+        head: a Head with `fc` [H, k · H] over the streams of `feature_layers`.
+        hidden_norm: of the features before the layers; it becomes the norm that the first of the layers begins with.
     Raises: ConfigError, see check_start; also where weights are not loaded whole.
     """
-    check_start(ends, numbers, layers, act)
-    for number, layer in zip(numbers, layers, strict=True):
+    check_start(ends, numbers, head.draft_layers, head.hidden_act)
+    for number, layer in zip(numbers, head.draft_layers, strict=True):
         copy_layer(_layer(ends.model, number), number, layer)
+    with torch.no_grad():
+        hidden_norm.weight.copy_(norm_factor(_layer(ends.model, numbers[0]).input_layernorm))
+    pass_stream(head.fc, head.feature_layers, _index(ends.model, numbers[0]))
 
 
 @torch.no_grad()
 def copy_layer(source: nn.Module, number: int, layer: DraftLayer) -> None:
-    """Copy one layer. `input_layernorm` goes into a LaterLayer's; other heads place it themselves (input_norm)."""
+    """Copy one layer. `input_layernorm` goes into a LaterLayer's; other layers have none."""
     found = _parameters(source, number)
     if any(p.is_meta or hasattr(p, "device_mesh") for p in found.values()):
         raise ConfigError(
@@ -102,15 +108,10 @@ def copy_layer(source: nn.Module, number: int, layer: DraftLayer) -> None:
             getattr(attention, name).weight.copy_(norm_factor(getattr(source.self_attn, name)))
 
 
-def input_norm(ends: TargetEnds, number: int) -> Tensor:
-    """The factor of the norm that the target's layer begins with, [D]."""
-    return norm_factor(_layer(ends.model, number).input_layernorm)
-
-
-def pass_stream(fc: nn.Linear, feature_layers: Sequence[int], ends: TargetEnds, number: int) -> None:
-    """Let `fc` [H, k · H] pass on one stream as it is: the input of the target's layer nearest to layer `number`."""
-    wanted, hidden = _index(ends.model, number), fc.out_features
-    nearest = min(range(len(feature_layers)), key=lambda k: abs(feature_layers[k] - wanted))
+def pass_stream(fc: nn.Linear, feature_layers: Sequence[int], layer: int) -> None:
+    """Let `fc` [H, k · H] pass on one stream as it is: the input of the target's layer nearest to `layer`."""
+    hidden = fc.out_features
+    nearest = min(range(len(feature_layers)), key=lambda k: abs(feature_layers[k] - layer))
     with torch.no_grad():
         fc.weight.zero_()
         fc.weight[:, nearest * hidden : (nearest + 1) * hidden].fill_diagonal_(1.0)

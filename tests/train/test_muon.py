@@ -13,7 +13,7 @@ from train_fakes import FakeHead
 from headstart.heads.errors import ConfigError, TrainingError
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
-from headstart.train.optim import build_optimizer, muon_matrices, set_rate
+from headstart.train.optim import build_optimizer, muon_matrices, set_rate, token_matrices
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class TwoParts(nn.Module):
 def stepped(config: TrainConfig, steps: int) -> tuple[TwoParts, list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """(the module, weights before each step and at last, gradients of each step)."""
     module = TwoParts()
-    optimizer = build_optimizer(module, config)
+    optimizer = build_optimizer(module, config, by_muon={"tall.weight", "wide.weight"})
     torch.manual_seed(1)
     weights, gradients = [], []
     for step in range(steps):
@@ -86,13 +86,15 @@ def test_outputs_and_embeddings_stay_with_adamw():
     head = make_head("peagle", tiny_target(), make_samples())
     found = muon_matrices(head)
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "layers.1.self_attn.o_proj.weight"} <= found
-    assert "lm_head.weight" in head.token_matrices() and not found & head.token_matrices()
+    assert "lm_head.weight" in token_matrices(head) and not found & token_matrices(head)
     assert all(p.ndim == 2 for name, p in head.named_parameters() if name in found)
 
 
 def test_the_decay_of_token_matrices_may_differ():
     head = make_head("eagle3", tiny_target(), make_samples())
-    optimizer = build_optimizer(head, TrainConfig(steps=1, weight_decay=0.5, token_weight_decay=0.1))
+    optimizer = build_optimizer(
+        head, TrainConfig(steps=1, weight_decay=0.5, token_weight_decay=0.1), tokens=token_matrices(head)
+    )
     names = {p: name for name, p in head.named_parameters()}
     decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays["fc.weight"] == 0.5 and decays["lm_head.weight"] == 0.1 and decays["norm.weight"] == 0.0
@@ -101,7 +103,7 @@ def test_the_decay_of_token_matrices_may_differ():
 
 def test_a_head_without_inner_matrices_is_refused():
     with pytest.raises(TrainingError, match="train.optimizer: found muon, but this head has no matrix for it"):
-        build_optimizer(FakeHead(), TrainConfig(steps=1, optimizer="muon"))
+        build_optimizer(FakeHead(), TrainConfig(steps=1, optimizer="muon"), by_muon=muon_matrices(FakeHead()))
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa", "dspark"])

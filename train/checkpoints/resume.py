@@ -27,6 +27,7 @@ from headstart.train.tracking.track import last_step
 #: settings that may differ when a run continues, without a note about it
 SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
 SILENT |= {"parallel", "capture", "tau_tokens", "tau_depth", "eval_every", "select", "nonfinite", "disk_wait"}
+SILENT |= {"choose_by", "patience"}
 #: what training leaves in a run directory
 TRAINED = ("checkpoints", "metrics.jsonl", "tensorboard", "wandb")
 

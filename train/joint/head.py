@@ -123,6 +123,8 @@ class JointHead(Head):
     Raises: ConfigError, see check_joint and adapter.add_adapter.
     """
 
+    without_muon = ("adapter.",)  # made for whole matrices, not for factors of low rank
+
     def __init__(self, inner: Head, target: Target, config: JointConfig, seed: int = 0, planned: bool = False):
         nn.Module.__init__(self)  # Head.__init__ would make attributes that this head takes from the inner one
         check_joint(inner, target)
@@ -220,14 +222,6 @@ class JointHead(Head):
         if not self.together:
             return torch.cat((torch.zeros(1), inner_T))
         return torch.cat((torch.ones(1), inner_T * (self.joint.weight * grown(self.joint, part))))
-
-    def token_matrices(self) -> set[str]:
-        return {f"inner.{name}" for name in self.inner.token_matrices()}
-
-    def adamw_matrices(self) -> set[str]:
-        """Those of the inner head, and the adapter's: Muon was made for whole matrices, not for factors of low rank."""
-        adapter = {f"adapter.{name}" for name, _ in self.adapter.named_parameters()}
-        return {f"inner.{name}" for name in self.inner.adamw_matrices()} | adapter
 
     def rate_factor(self, name: str, stage: int) -> float:
         """For the head its own times `joint.head_rate`, in both stages; for the adapter 0 while the head trains alone,

@@ -23,7 +23,7 @@ from headstart.heads.errors import ConfigError, StorageError
 from headstart.train.averages import KEY as AVERAGE
 from headstart.train.averages import Averages
 from headstart.train.config import TrainConfig
-from headstart.train.optim import build_optimizer, muon_matrices, rate_factors
+from headstart.train.optim import build_optimizer, muon_matrices, rate_factors, token_matrices
 from headstart.train.sharing.distributed import is_distributed
 from headstart.train.sharing.gradients import FlatGradients, fill_gradients
 
@@ -106,7 +106,7 @@ class Parallel:
     module: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, head: nn.Module, config: TrainConfig):
+    def __init__(self, head: Head, config: TrainConfig):
         self.head, self.config = head, config
         self.averages = Averages(config.average_decay, self.named_trainable)
 
@@ -271,7 +271,7 @@ class Replicated(Parallel):
     def __init__(self, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool):
         super().__init__(head, config)
         self.captured = captured
-        self.optimizer = build_optimizer(head, config, rate_factors(head))
+        self.optimizer = build_optimizer(head, config, rate_factors(head), token_matrices(head), muon_matrices(head))
         broadcast_weights(head)
         self.flat = FlatGradients(self.trainable()) if captured and accelerator.num_processes > 1 else None
         self.module = module
@@ -311,7 +311,7 @@ class Sharded(Parallel):
         broadcast_weights(head)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         self.module = fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        self.optimizer = build_optimizer(head, config, rate_factors(head))
+        self.optimizer = build_optimizer(head, config, rate_factors(head), token_matrices(head), muon_matrices(head))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

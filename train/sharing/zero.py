@@ -11,10 +11,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.train.averages import KEY as AVERAGE
 from headstart.train.config import TrainConfig
-from headstart.train.optim import build_optimizer
+from headstart.train.optim import build_optimizer, token_matrices
 from headstart.train.sharing.parallel import (
     Parallel,
     broadcast_weights,
@@ -60,7 +61,7 @@ class Zero(Parallel):
     Raises: ConfigError when deepspeed is not installed.
     """
 
-    def __init__(self, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, stage: int):
+    def __init__(self, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator, stage: int):
         super().__init__(head, config)
         try:
             import deepspeed
@@ -71,7 +72,7 @@ class Zero(Parallel):
             ) from error
         self.stage, self._deepspeed = stage, deepspeed
         broadcast_weights(head)
-        optimizer = build_optimizer(head, config)
+        optimizer = build_optimizer(head, config, tokens=token_matrices(head))
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         given = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
         settings = zero_config(config, stage, given)

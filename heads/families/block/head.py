@@ -47,7 +47,7 @@ from headstart.heads.layers import DraftLayer, RMSNorm, Rope
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
 from headstart.heads.losses.select import select_loss
 from headstart.heads.numerics import compute_dtype
-from headstart.heads.targets.layer_weights import check_start, input_norm, pass_stream, start
+from headstart.heads.targets.layer_weights import start
 
 WEIGHTINGS = ("decay", "dpace")
 #: most slots that run at once without gradients
@@ -220,10 +220,6 @@ class BlockHead(Corrected, AddsGradients):
             )
         return token
 
-    def check_start(self, ends: TargetEnds) -> None:
-        if self.config.start_layers is not None:
-            check_start(ends, self.config.start_layers, self.draft_layers, self.hidden_act)
-
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         """As the base class's; norm starts from the target's final norm, lm_head is the target's, frozen.
 
@@ -236,9 +232,7 @@ class BlockHead(Corrected, AddsGradients):
             if ends.teacher.norm_D is not None:
                 self.norm.weight.copy_(ends.teacher.norm_D)
         if (numbers := self.config.start_layers) is not None:
-            start(ends, numbers, self.draft_layers, self.hidden_act)
-            self.hidden_norm.weight.data.copy_(input_norm(ends, numbers[0]))
-            pass_stream(self.fc, self.feature_layers, ends, numbers[0])
+            start(self, numbers, ends, self.hidden_norm)
 
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return draw_anchors(batch, self.config.anchor_share, seed)

@@ -27,7 +27,7 @@ from headstart.heads.families.eagle3 import ttt, ttt_autograd
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
 from headstart.heads.numerics import compute_dtype, wide
-from headstart.heads.targets.layer_weights import check_start, input_norm, pass_stream, start
+from headstart.heads.targets.layer_weights import start
 from headstart.heads.vocab import membership
 
 FC_NORMS = ("none", "stream", "concat")
@@ -197,10 +197,6 @@ class Eagle3Head(AutoregressiveHead):
     def own_embeddings(self) -> bool:
         return self.embed_tokens is not None
 
-    def check_start(self, ends: TargetEnds) -> None:
-        if self.config.start_layers is not None:
-            check_start(ends, self.config.start_layers, self.draft_layers, self.hidden_act)
-
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         """As the base class's; lm_head starts from the target's rows of the draft vocabulary, norm from its final norm.
 
@@ -216,9 +212,7 @@ class Eagle3Head(AutoregressiveHead):
                 if teacher.norm_D is not None:
                     self.norm.weight.copy_(teacher.norm_D)
         if (numbers := self.config.start_layers) is not None:
-            start(ends, numbers, self.draft_layers, self.hidden_act)
-            self.midlayer.hidden_norm.weight.data.copy_(input_norm(ends, numbers[0]))
-            pass_stream(self.fc, self.feature_layers, ends, numbers[0])
+            start(self, numbers, ends, self.midlayer.hidden_norm)
 
     def sharpen(self) -> None:
         self.norm.weight.data.mul_(8)

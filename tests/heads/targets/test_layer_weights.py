@@ -14,6 +14,7 @@ from headstart.heads.base import Head
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import DSparkConfig, Eagle3Config, PEagleConfig, build_head
+from headstart.heads.targets.layer_weights import check_start
 from headstart.heads.targets.target import Target
 
 SIZES: dict[str, Any] = dict(
@@ -140,7 +141,7 @@ def test_layers_that_cannot_be_copied_are_refused_without_weights(kind, more, co
         setattr(model.config, name, value)
     ends = TargetEnds(torch.zeros(97, 32), target_of().teacher, model)
     with pytest.raises(ConfigError, match=message):
-        head.check_start(ends)
+        check_start(ends, config["start_layers"], head.draft_layers, "silu")
 
 
 def test_weights_that_are_not_there_are_refused():

@@ -16,6 +16,7 @@ import typer.main
 import yaml
 from doc_blocks import HOW, PLACEHOLDER, ROOT, Block, blocks, commands
 
+from headstart import walkthrough
 from headstart.cli import app
 from headstart.commands.common import split_recipe
 from headstart.data.config import SourceConfig
@@ -277,6 +278,25 @@ def test_blocks_run_with_a_tiny_target(
         if words[0] == "headstart":
             done = run_tiny(words, tiny_target, headstart)
             assert done.code == 0, f"{words}\n{done.err}"
+
+
+def test_the_script_that_follows_the_laptop_walk_through_types_its_commands() -> None:
+    page = [words for block in BASH if block.page == "docs/walkthrough-laptop.md" for words in commands(block.text)]
+    typed = [words for line in walkthrough.COMMANDS for words in commands(line)]
+    places = [page.index(words) for words in typed]
+    assert places == sorted(places) and len(places) >= 6
+    first = [words for words in page if words[:2] == walkthrough.CLONE.split()]
+    assert page.index(first[0]) < places[0]
+
+
+def test_the_readme_and_the_laptop_walk_through_have_the_same_commands() -> None:
+    def of(page: str) -> list[list[str]]:
+        found = [words for block in BASH if block.page == page for words in commands(block.text)]
+        return [words for words in found if words[0] in ("headstart", ".") or "scripts/install.sh" in words]
+
+    laptop = of("docs/walkthrough-laptop.md")
+    own = [words for words in of("README.md") if "--head" not in words]
+    assert len(own) == 5 and all(words in laptop for words in own)
 
 
 def test_some_blocks_run() -> None:

@@ -19,6 +19,8 @@ from doc_blocks import HOW, PLACEHOLDER, ROOT, Block, blocks, commands
 from headstart import walkthrough
 from headstart.cli import app
 from headstart.commands.common import split_recipe
+from headstart.comparing.cells import make_cells
+from headstart.comparing.config import load_comparison
 from headstart.data.config import SourceConfig
 from headstart.data.sources.sources import load_conversations
 from headstart.recipes.load import load_evaluation, load_exporting, load_recipe
@@ -65,6 +67,9 @@ def check_settings(verb: str, given: dict[str, Any]) -> None:
             values = {"target.name": given["target"], "eval.data": (given["data"] or [None])[0]}
             settings = load_evaluation(named, overrides, values)
             assert named is not None or settings.eval.data, "nothing to measure on"
+    if verb == "compare" and given["file"] not in NAMES and not PLACEHOLDER.fullmatch(given["file"]):
+        config, settings, file = load_comparison(given["file"], given.get("overrides") or [])
+        assert all(cell.load(Path("x")) for cell in make_cells(config, settings, file))
     if verb == "launch" and given.get("name"):
         from headstart.commands.launch import launch_files
 
@@ -205,9 +210,13 @@ def test_a_wrong_command_is_found(line: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
 def test_recipes_of_pages_load(block: Block, tmp_path: Path) -> None:
-    assert "inherit" in yaml.safe_load(block.text)
     place = tmp_path / "mine.yaml"
     place.write_text(block.text)
+    if "cells" in yaml.safe_load(block.text):
+        config, _, file = load_comparison(str(place))
+        assert all(cell.load(tmp_path) for cell in make_cells(config, [], file))
+        return
+    assert "inherit" in yaml.safe_load(block.text)
     load_recipe(place)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.comparing.config import CompareConfig, EntryConfig, recipe_of
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import read_json, write_json
 from headstart.recipes.load import load_recipe
 from headstart.recipes.schema import Recipe
@@ -37,6 +37,7 @@ class Cell:
         baseline: whether others are compared with it.
         budget: {"kind": seconds | steps | positions, "value"}.
         steps: of a budget of positions; None until its data was counted.
+        auto: overrides for what the recipe leaves to the device's memory (`auto`); kept from the first start on.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Cell:
     baseline: bool
     budget: dict[str, Any]
     steps: int | None = None
+    auto: tuple[str, ...] = ()
 
     @property
     def limits(self) -> list[str]:
@@ -62,7 +64,7 @@ class Cell:
         """The recipe that the cell trains. Raises ConfigError that names the cell."""
         place = as_overrides({"name": self.name, "run_dir": str(folder / "cells" / self.name)})
         try:
-            recipe = load_recipe(self.recipe, [*self.overrides, *self.limits, *place])
+            recipe = load_recipe(self.recipe, [*self.overrides, *self.auto, *self.limits, *place])
         except ConfigError as error:
             raise ConfigError(f"cell {self.name}: {error}") from None
         if recipe.target.template_date is None and template_date is not None:
@@ -95,6 +97,18 @@ class Work:
     def __post_init__(self) -> None:
         self._recipes: dict[Any, Recipe] = {}
 
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """`auto` of the cells as an earlier command chose it, by name: of those whose settings are the same."""
+        if not (self.folder / WORK).is_file():
+            return {}
+        try:
+            before = Work.read(self.folder / WORK).cells
+        except (HeadstartError, KeyError, TypeError):  # another version wrote it
+            return {}
+        now = {cell.name: cell for cell in self.cells}
+        return {old.name: old.auto for old in before if old.auto and old.name in now
+                and (old.recipe, old.overrides) == (now[old.name].recipe, now[old.name].overrides)}  # fmt: skip
+
     def save(self) -> Path:
         values = asdict(self)
         values["folder"] = str(self.folder)
@@ -104,12 +118,13 @@ class Work:
     @classmethod
     def read(cls, path: Path) -> Work:
         values = read_json(path)
-        cells = [Cell(**{**cell, "overrides": tuple(cell["overrides"])}) for cell in values.pop("cells")]
+        texts = ("overrides", "auto")
+        cells = [Cell(**{**cell, **{name: tuple(cell[name]) for name in texts}}) for cell in values.pop("cells")]
         return cls(cells=cells, folder=Path(values.pop("folder")), **values)
 
     def recipe(self, cell: Cell) -> Recipe:
         """The cell's recipe, a copy of its own. It is read once: reading takes a tenth of a second and more."""
-        key = (cell.name, cell.steps, self.template_date)
+        key = (cell.name, cell.steps, cell.auto, self.template_date)
         if key not in self._recipes:
             self._recipes[key] = cell.load(self.folder, self.template_date)
         return deepcopy(self._recipes[key])

@@ -10,7 +10,7 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from headstart import identity
+from headstart import auto, identity
 from headstart.comparing.cells import Cell, Work
 from headstart.comparing.data import SharedData, with_steps
 from headstart.comparing.work import SPEED, refuse_measuring
@@ -67,7 +67,8 @@ class Checks:
         self._flops: float | None = None
         self._targets: dict[str, Target] = {}
         self._read: set[str] = set()
-        self._asked: dict[tuple[str, ...], CellPlan] = {}
+        self._asked: dict[tuple[str, ...], tuple[CellPlan, tuple[str, ...]]] = {}
+        self._kept = work.kept()
         self._data = SharedData()
 
     def ask(self) -> None:
@@ -86,15 +87,22 @@ class Checks:
         """Ask what the cell's steps would refuse. Cells that differ in their seed alone are asked once."""
         key = (cell.recipe, *(text for text in cell.overrides if not text.startswith("seed=")))
         if key in self._asked and cell.budget["kind"] != "positions":
-            self.plans.append(self._asked[key])
-            return cell
+            plan, chosen = self._asked[key]
+            self.plans.append(plan)
+            return replace(cell, auto=self._kept.get(cell.name, chosen))
         cell = self._ask_anew(cell)
-        self._asked[key] = self.plans[-1]
+        self._asked[key] = (self.plans[-1], cell.auto)
         return cell
 
     def _ask_anew(self, cell: Cell) -> Cell:
+        cell = replace(cell, auto=self._kept.get(cell.name, ()))
         recipe = self.work.recipe(cell)
         target = self._target(recipe)
+        self.device = resolve_device(recipe.target.device)
+        self.device_bytes = local_device_bytes(self.device)
+        if auto.is_auto(recipe):
+            cell = replace(cell, auto=self._packs(recipe, target))
+            recipe = self.work.recipe(cell)
         for question in (ask for name, ask in QUESTIONS.items() if name != "export"):
             question(recipe, target)
         self._note_export(cell, recipe, target)
@@ -105,10 +113,30 @@ class Checks:
         known = not recipe.data.distill.prompts or run.distilled_path.is_file()
         if known:
             self._data.give(run)
+            if recipe.data.features == "auto":
+                cell = replace(cell, auto=(*cell.auto, f"data.features={self._features(recipe, target, run)}"))
+                recipe.data.features = self.work.recipe(cell).data.features
             cell = with_steps(cell, run)
             recipe.train.steps = cell.steps or recipe.train.steps
         self.plans.append(self._plan(cell, recipe, target, run if known else None))
         return cell
+
+    def _packs(self, recipe: Recipe, target: Target) -> tuple[str, ...]:
+        """What `data.pack_tokens=auto` means for this cell, whose device others may share."""
+        found = auto.choose(recipe, target, self.device, self.device_bytes // self.work.side_by_side)
+        again = "true" if found.activation_checkpointing else "false"
+        return (
+            f"data.pack_tokens={found.pack_tokens}", f"train.accumulation={found.accumulation}",
+            f"train.activation_checkpointing={again}",
+        )  # fmt: skip
+
+    def _features(self, recipe: Recipe, target: Target, run: Run) -> str:
+        """What `data.features=auto` means for this cell: memory or online."""
+        in_dtype(target, recipe, self.device)
+        tokens = sum(len(sample) for sample in trained_samples(run))
+        layout = run_layout(recipe, self.device, 1, 1, 1, 1.0, tokens)
+        memory = self.device_bytes // self.work.side_by_side
+        return auto.features_within(recipe, target, planned_training(recipe, target), layout, memory)
 
     def _note_export(self, cell: Cell, recipe: Recipe, target: Target) -> None:
         """A comparison exports nothing, but whoever takes the cell's settings wants to know."""
@@ -145,20 +173,19 @@ class Checks:
             pass
 
     def _plan(self, cell: Cell, recipe: Recipe, target: Target, run: Run | None) -> CellPlan:
-        self.device = device = resolve_device(recipe.target.device)
+        device = self.device
         samples = trained_samples(run) if run is not None else []
         tokens = sum(len(sample) for sample in samples)
         supervised = sum(sample.supervised for sample in samples) / tokens if tokens else 1.0
         in_dtype(target, recipe, device)
         head = planned_training(recipe, target)
         layout = run_layout(recipe, device, 1, 1, 1, supervised, tokens)
-        self.device_bytes = local_device_bytes(device)
         steps = recipe.train.steps if cell.budget["kind"] != "positions" else cell.steps
         seconds = recipe.train.max_seconds
         if seconds is None and steps is not None:
             if self._flops is None:
                 self._flops, self.flops_from = card_flops(Launch(), device)
-            per_step = recipe.data.pack_tokens * recipe.train.accumulation
+            per_step = recipe.data.pack_size * recipe.train.accumulation
             seconds = steps * per_step / expected_rate(target, head, layout, self._flops)
         disk = sum(disk_of(target, head, recipe.train, layout, steps, tokens).values())
         return CellPlan(memory_of(target, head, layout)[1], disk, steps, seconds, run is not None)
@@ -185,7 +212,7 @@ class Checks:
     def to_json(self, processes: int) -> dict[str, Any]:
         cells = [
             {"cell": cell.name, "recipe": cell.recipe, "lever": cell.lever, "value": cell.value, "seed": cell.seed,
-             "settings": [*cell.overrides, *cell.limits], "steps": plan.steps, "seconds": plan.seconds,
+             "settings": [*cell.overrides, *cell.auto, *cell.limits], "steps": plan.steps, "seconds": plan.seconds,
              "peak_bytes": plan.peak}
             for cell, plan in zip(self.work.cells, self.plans, strict=True)
         ]  # fmt: skip

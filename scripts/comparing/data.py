@@ -41,7 +41,7 @@ def position_counts(recipe: Recipe, samples: Sequence[Sample]) -> tuple[PackStre
     """(The order of the packs in which training reads these samples, supervised positions of each sample)."""
     supervised = [sample.supervised for sample in samples]
     lengths = [len(sample) for sample in samples]
-    return PackStream(lengths, recipe.data.pack_tokens, recipe.train.seed, supervised=supervised), supervised
+    return PackStream(lengths, recipe.data.pack_size, recipe.train.seed, supervised=supervised), supervised
 
 
 def positions_of_steps(recipe: Recipe, samples: Sequence[Sample], steps: int) -> int:

@@ -72,7 +72,7 @@ def row_of(work: Work, cell: Cell) -> dict[str, Any] | None:
         "tree": first.tree["label"], "dtype": first.dtype, "batch": first.batch_size,
         "temperature": first.temperature, "max_new_tokens": first.max_new_tokens,
         "prompts": sum(report.prompts for report in reports.values()), "data": data_of(work, cell),
-        "settings": [*cell.overrides, *cell.limits], "card": first.device, "command": work.command,
+        "settings": [*cell.overrides, *cell.auto, *cell.limits], "card": first.device, "command": work.command,
         "git_revision": first.git_revision, "versions": first.versions,
     }  # fmt: skip
     return row

@@ -283,3 +283,22 @@ def test_the_front_and_gains() -> None:
 def test_names_of_cells() -> None:
     assert cell_name("a/b", {"data.sources[0].limit": 8, "head.loss": "lk"}, 3) == "a_b-limit=8-loss=lk-s3"
     assert len(cell_name("x" * 300, {}, 0)) < 130
+
+
+def test_what_is_left_to_the_memory_is_chosen_once(headstart: Callable, comparison: Path, tmp_path: Path) -> None:
+    words = ("data.pack_tokens=auto", "data.features=auto", "seeds=[0, 1]", "measure.speed.enabled=false",
+             "cells=[{name: plain}]", "settings.data={distill: {prompts: []}}")  # fmt: skip
+    plan = headstart("compare", comparison, *words, "--dry-run", "--json").json
+    for cell in plan["cells"]:
+        chosen = dict(text.split("=", 1) for text in cell["settings"] if "=auto" not in text)
+        assert chosen["data.features"] == "memory" and int(chosen["data.pack_tokens"]) >= 256
+    result = headstart("compare", comparison, *words, "--json")
+    assert result.code == 0, result.err
+    cells = Work.read(tmp_path / "sides/work.json").cells
+    assert cells[0].auto == cells[1].auto and any(text.startswith("data.pack_tokens=") for text in cells[0].auto)
+    # the next start keeps the choice, whatever is free then
+    small = cells[0].auto[0].replace("data.pack_tokens=", "data.pack_tokens=1")
+    path = tmp_path / "sides/work.json"
+    path.write_text(path.read_text().replace(cells[0].auto[0], small))
+    plan = headstart("compare", comparison, *words, "--dry-run", "--json").json
+    assert all(small in cell["settings"] for cell in plan["cells"])

@@ -231,11 +231,13 @@ class Head(nn.Module, ABC):
         embed_VD, teacher: the target's frozen ends, which `bind` attaches. They are not in the state dict.
         joint_obstacle: why the target cannot be trained together with it (joint.enabled); None if it can.
         without_muon: beginnings of the names of parameters that Muon does not train, whatever their shape.
+        weighs_drafts: whether its loss weighs drafts by Anchors.emphasis_AK (train.rounds).
     """
 
     family: ClassVar[str]
     joint_obstacle: ClassVar[str | None] = None
     without_muon: ClassVar[tuple[str, ...]] = ()
+    weighs_drafts: ClassVar[bool] = False
     draft_ids_U: Tensor | None
 
     def __init__(self, config: HeadConfig, dims: HeadDims):

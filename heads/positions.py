@@ -96,6 +96,8 @@ class Anchors:
         supervised_A: int64 [A], number of supervised depths, where it is not depths_A (subsampled rows).
         weight_AK: float32 [A, K], importance of a row that runs at depth d, None = 1 (nothing is subsampled).
         keep_K: fraction of the rows of each depth that is kept, None = all.
+        emphasis_AK: float32 [A, K], how many times each draft counts in the loss, beside its weight (train/rounds.py);
+            None = once. Counts and metrics do not depend on it.
 
     The depth-1 teacher rows `row_A + 1` are exactly the rows whose target distribution any depth needs,
     because x_{t+d}, x_{t+d+1} in one turn makes row t + d - 1 an anchor itself.
@@ -108,6 +110,7 @@ class Anchors:
     supervised_A: Tensor | None = None
     weight_AK: Tensor | None = None
     keep_K: tuple[float, ...] | None = None
+    emphasis_AK: Tensor | None = None
 
     def __len__(self) -> int:
         return self.row_A.shape[0]
@@ -131,6 +134,12 @@ class Anchors:
             active_A = (self.depths_A[:count] > d).float()
             found.append(active_A if self.weight_AK is None else active_A * self.weight_AK[:count, d])
         return found
+
+    def emphasised(self, weights: list[Tensor]) -> list[Tensor]:
+        """Per depth, the rows' weights in the loss. Args: weights: per depth, without the emphasis."""
+        if self.emphasis_AK is None:
+            return weights
+        return [weight * self.emphasis_AK[: len(weight), d] for d, weight in enumerate(weights)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Anchors:
         return self.map(lambda x: to_device(x, device, non_blocking))
@@ -163,9 +172,11 @@ class Anchors:
         teacher_AK = place_A[self.teacher_AK[draw.order_A]]
         step_K = torch.arange(teacher_AK.shape[1], device=place_A.device)
         teacher_AK = torch.where(step_K < supervised_A[:, None], teacher_AK, 0)
+        emphasis_AK = None if self.emphasis_AK is None else self.emphasis_AK[draw.order_A]
         return Anchors(
-            self.row_A[draw.order_A], draw.depths_A, teacher_AK, draw.count_K, supervised_A, draw.weight_AK, draw.keep_K
-        )
+            self.row_A[draw.order_A], draw.depths_A, teacher_AK, draw.count_K, supervised_A, draw.weight_AK,
+            draw.keep_K, emphasis_AK,
+        )  # fmt: skip
 
     def drawn(self, index_A: Tensor) -> Anchors:
         """Some of the anchors, each at all its depths. Their teacher rows need not be anchors: teacher_AK says nothing.
@@ -180,7 +191,8 @@ class Anchors:
         # which of them run deep is known on the device alone
         counts = tuple(min(count, most) for most in self.count_K)
         teacher_AK = self.teacher_AK.new_zeros(count, depths)
-        return Anchors(self.row_A[index_A], depths_A, teacher_AK, counts, None, weight_AK)
+        emphasis_AK = None if self.emphasis_AK is None else self.emphasis_AK[index_A]
+        return Anchors(self.row_A[index_A], depths_A, teacher_AK, counts, None, weight_AK, None, emphasis_AK)
 
 
 def find_anchors(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Anchors:

@@ -74,6 +74,7 @@ def planned_training(recipe: Recipe, target: Target) -> Head:
         ConfigError where `train.activation_checkpointing` has nothing to recompute.
     """
     from headstart.train.launching.setup import recompute_activations
+    from headstart.train.rounds import check_rounds
 
     head = planned_head(recipe, target)
     if recipe.joint.enabled:
@@ -82,6 +83,7 @@ def planned_training(recipe: Recipe, target: Target) -> Head:
         if (start := started_adapter(recipe)) is not None:
             check_continued(planned_parameters(target.model, recipe.joint.lora), recipe.joint.lora, start)
         head = JointHead(head, target, recipe.joint, planned=True)
+    check_rounds(recipe.train, head)
     if recipe.train.activation_checkpointing:
         recompute_activations(head)
     return head

@@ -11,7 +11,10 @@ from headstart.heads.errors import ConfigError, check_settings
 #: largest learning rate accepted; AdamW in float32 breaks far above it
 MOST_LR = 1000.0
 #: settings that earlier versions did not have; their defaults compute what those versions did
-ADDED = ("optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay", "patience", "choose_by")
+ADDED = (
+    "optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay", "patience", "choose_by", "rounds",
+    "failed_weight",
+)  # fmt: skip
 
 
 @dataclass
@@ -68,6 +71,12 @@ class TrainConfig:
     #: Largest absolute value of a gradient's entries (EAGLE-1: 0.5); null does not clip by value.
     clip_value: float | None = None
 
+    #: On-policy rounds: parts of the budget. Before each but the first, the head drafts along all training answers, as
+    #: decoding does, and in that part the first wrong draft of each cycle counts train.failed_weight times. 1 is off.
+    #: Each walk costs a forward pass over the training data, which counts in train.max_seconds.
+    rounds: int = 1
+    #: How many times a draft that failed counts in the loss (train.rounds).
+    failed_weight: float = 3.0
     #: Packs per optimiser step over all ranks together. The order of the data does not depend on the number of ranks.
     accumulation: int = 1
     #: Precision of training: auto (bf16 on a GPU that has it, else no), bf16 (autocast with float32 master weights) or
@@ -142,7 +151,8 @@ class TrainConfig:
         counts = ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch", "patience")
         check((*counts, "weight_decay", "seed", "disk_wait"), "0 or more", lambda value: value >= 0)
         check(("token_weight_decay",), "0 or more, or null", lambda decay: decay is None or decay >= 0)
-        check(("muon_rate",), "a number above 0", lambda rate: rate > 0)
+        check(("rounds",), "1 or more", lambda rounds: rounds >= 1)
+        check(("muon_rate", "failed_weight"), "a number above 0", lambda rate: rate > 0)
         check(("muon_momentum",), "a number in [0, 1)", _is_rate)
         check(("average_decay",), "a number in [0, 1), or null", lambda rate: rate is None or _is_rate(rate))
         choices = {

@@ -36,6 +36,7 @@ from headstart.train.launching.watch import Watch
 from headstart.train.nonfinite import WindowSamples
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.patience import check_patience
+from headstart.train.rounds import Rounds
 from headstart.train.saving import Saving
 from headstart.train.sharing.distributed import from_main
 from headstart.train.sharing.parallel import Parallel, resolve_kind
@@ -164,6 +165,11 @@ class TrainingLoop:
         self.meters = Meters(SumNames.of(head), device, peak_flops(device, compute or torch.float32))
         self.feed = WindowFeed(stream, fetcher, config, budget.packs, head, rank, size, device, self.meters.device_idle)
 
+        self.rounds = Rounds(
+            config, head, data.source, lambda: data.make_packs(data.source.lengths, data.pack_tokens, 0, 0), teacher,
+            module, chain, run_dir, device,
+        )  # fmt: skip
+        self.feed.weigh = self.rounds.weigh
         writer = CheckpointWriter(CheckpointStore(run_dir / "checkpoints", config.keep), device)
         if observers.watch is not None:
             observers.watch.wait_for_writes = writer.wait_for_writes
@@ -199,6 +205,7 @@ class TrainingLoop:
         """Resume where there is a checkpoint, and open the records. Returns the step to go on from."""
         standing, saving = self.standing, self.saving
         resumed_from = restore(standing, self.parallel, saving.writer.store)
+        self.rounds.resume(standing.state.round)
         saving.saved_step = resumed_from or None
         self._enter_stage()
         if note := idle_note(self.config.accumulation, standing.size):
@@ -221,6 +228,7 @@ class TrainingLoop:
                 self._evaluate(final=False)
             if (number := self.stages.due(standing.state, standing.agreed.elapsed)) is not None:
                 self._enter_stage(number)
+            self.rounds.begin_due(standing, self._forget_graphs)
             self.step()
             step = standing.state.step
             save_due = saving.note_due(step)
@@ -246,9 +254,12 @@ class TrainingLoop:
             self.parallel.restart_optimizer()
         self.head.enter_stage(state.stage)
         self.weights_T = self.head.term_weights().to(self.device)
+        self._forget_graphs()
+        self.stages.say(state.stage, standing.reporter.say)
+
+    def _forget_graphs(self) -> None:
         if self.captured is not None:
             self.captured.drop()
-        self.stages.say(state.stage, standing.reporter.say)
 
     def _act_on_agreement(self) -> None:
         """Act on what the last step's exchange said: a write failed, or an earlier window was not finite."""

@@ -46,7 +46,7 @@ class RunState:
         finished: [step, reason] once the final validation and checkpoint are done.
         unvalidated: whether a validation was due at this step and is not in `metrics` and `best` yet.
         skipped: steps skipped in a row until here (`train.nonfinite=skip`).
-        patience: what train/patience.py knows.
+        patience: what train/patience.py knows. round: number of the round (train/rounds.py).
         stage: number of the stage (stages.py). stage_step, stage_elapsed: `step` and seconds at which it began.
     """
 
@@ -62,6 +62,7 @@ class RunState:
     unvalidated: bool = False
     skipped: int = 0
     patience: dict[str, Any] = field(default_factory=dict)
+    round: int = 0
     stage: int = 0
     stage_step: int = 0
     stage_elapsed: float = 0.0

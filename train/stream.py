@@ -286,6 +286,8 @@ class WindowFeed:
         last_pack: packs of the whole run, after which the last window is cut off; None = no limit.
         head: chooses the rows that training runs.
         device_idle: whether the device has nothing to do, so that time spent here is time lost.
+    Attributes:
+        weigh: changes how much the drafts of a pack count, before its rows are chosen (Rounds.weigh).
     """
 
     def __init__(
@@ -294,6 +296,7 @@ class WindowFeed:
     ):  # fmt: skip
         self.stream, self.fetcher, self._config, self._last_pack, self._head = stream, fetcher, config, last_pack, head
         self._rank, self._size, self._device, self._device_idle = rank, size, device, device_idle
+        self.weigh: Callable[[FeatureBatch, Sequence[int]], FeatureBatch] = lambda batch, samples: batch
         self._next: Window | None = None
         self._waited = 0.0
 
@@ -328,7 +331,8 @@ class WindowFeed:
         fetched = self.fetcher.window(window.packs, self._rank, self._size)
         on_device = [batch.to(self._device, non_blocking=True) for batch in fetched]
         head, seed, pairs = self._head, self._config.seed, zip(on_device, window.own, strict=True)
-        window.batches = [choose_rows(head, batch, seed, pack) for batch, pack in pairs]
+        weighed = ((self.weigh(batch, pack.samples), pack) for batch, pack in pairs)
+        window.batches = [choose_rows(head, batch, seed, pack) for batch, pack in weighed]
         # fetching costs nothing while the device still works on what came before
         self._waited += time.perf_counter() - began if self._device_idle() else 0.0
         return window

@@ -29,7 +29,7 @@ SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "pr
 SILENT |= {"parallel", "capture", "tau_tokens", "tau_depth", "eval_every", "select", "nonfinite", "disk_wait"}
 SILENT |= {"choose_by", "patience"}
 #: what training leaves in a run directory
-TRAINED = ("checkpoints", "metrics.jsonl", "tensorboard", "wandb")
+TRAINED = ("checkpoints", "rounds", "metrics.jsonl", "tensorboard", "wandb")
 
 
 def make_checkpoint(

@@ -68,6 +68,11 @@ def check_kind(kind: str, config: TrainConfig, ranks: int) -> None:
             f"train.nonfinite: found skip with train.parallel={kind}; DeepSpeed cannot drop a gradient that it has "
             "reduced: set train.nonfinite=stop, or train.parallel=fsdp2"
         )
+    if config.rounds > 1 and ranks > 1:
+        raise ConfigError(
+            f"train.rounds: found {config.rounds} with {ranks} ranks, expected one process, which walks all training "
+            "answers: launch one, or set train.rounds=1"
+        )
     if kind not in ("auto", "replicated") and config.optimizer == "muon":
         raise ConfigError(
             f"train.optimizer: found muon with train.parallel={kind}; its update needs whole matrices, and each rank "

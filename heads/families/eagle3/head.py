@@ -138,6 +138,7 @@ class Eagle3Head(AutoregressiveHead):
     """
 
     family = "eagle3"
+    weighs_drafts = True
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, dims: HeadDims):
@@ -352,7 +353,7 @@ class Eagle3Head(AutoregressiveHead):
             teacher_SU = teacher.logits(hidden_SD, self.draft_ids_U, compute_dtype(self.fc.weight))
             if self.config.teacher_temperature != 1:
                 teacher_SU = teacher_SU / self.config.teacher_temperature
-        weight = [inside_A[row] * on for row, on in zip(teacher_row, rows, strict=True)]
+        weight = anchors.emphasised([inside_A[row] * on for row, on in zip(teacher_row, rows, strict=True)])
         output_MH, matrix, kind = self.rollout(batch), self.lm_head.weight, self.config.loss
         mix = (self.config.lk_weight, self.config.l1_weight)
         if scale_T is None:
@@ -367,5 +368,6 @@ class Eagle3Head(AutoregressiveHead):
             (self.target_ids(best) == batch.teacher_argmax_A[row]) & (on > 0)
             for best, row, on in zip(argmax, teacher_row, rows, strict=True)
         ]
-        counts = None if anchors.weight_AK is None else self._counts(batch)
+        plain = anchors.weight_AK is None and anchors.emphasis_AK is None
+        counts = None if plain else self._counts(batch)
         return Loss.per_depth(loss_K, weight, hits, rows, len(self.terms), counts)

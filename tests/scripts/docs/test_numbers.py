@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -194,6 +195,31 @@ def test_the_choice_of_heads_names_measured_costs() -> None:
     for begins, numbers in expected.items():
         line = table_line("docs/choosing.md", begins)
         assert all(number in line for number in numbers), (line, numbers)
+
+
+ENGINES = {
+    "vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "tgi": "TGI", "llama_cpp": "llama.cpp",
+}  # fmt: skip
+
+
+def test_the_choice_of_heads_names_the_engines_that_load_them(tiny_target: Path, tmp_path: Path) -> None:
+    from headstart.hardware import hardware_of
+    from headstart.heads.targets.load import weightless_target
+    from headstart.heads.targets.target import TargetConfig
+    from headstart.initial import basic_settings, candidates, look_at
+
+    data = tmp_path / "talk.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    target = weightless_target(TargetConfig(name=str(tiny_target)))
+    able, _ = candidates(basic_settings(str(tiny_target), look_at(str(data)), hardware_of("none"), "x"), target)
+    engines = {each.family: {ENGINES[key] for key in each.engines} for each in able}
+    seen = 0
+    for begins, (family, _) in CHOICE.items():
+        said = table_line("docs/choosing.md", begins).split("|")[-3].replace("no engine", "").replace("≤ 0.32", "")
+        if (known := engines.get("hydra" if family == "hydrapp" else family)) is not None:
+            assert {word.strip() for word in said.split(",") if word.strip()} == known, family
+            seen += 1
+    assert seen >= 5
 
 
 def test_the_choice_of_heads_names_the_trees_that_they_draft() -> None:

@@ -59,6 +59,18 @@ def test_links_to_the_code_lead_to_pages_that_show_it(site: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_the_top_hold_with_their_anchors(page: str, site: Path) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", text)
+    assert links
+    for path, anchor in links:
+        assert not path or (ROOT / path).exists(), f"{page}: {path}"
+        if anchor and path.startswith("docs/"):
+            made = site / path.removeprefix("docs/").replace("README.md", "index.md").replace(".md", ".html")
+            assert f'id="{anchor}"' in made.read_text(encoding="utf-8"), f"{page}: {path}#{anchor}"
+
+
 def test_formulas_are_drawn_without_a_script(site: Path) -> None:
     text = (site / "maths.html").read_text()
     assert text.count("<math ") > 20 and "\\frac" not in re.sub(r"<annotation.*?</annotation>", "", text)

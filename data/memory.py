@@ -9,12 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from headstart.data.features import FeatureSource, Progress, argmax_rows, extract, groups_within, silent, store_bytes
+from headstart.data.features import FeatureSource, Progress, argmax_rows, extract, silent, store_bytes
 from headstart.data.samples import Sample, answer_turns
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.host_memory import free_bytes
-from headstart.heads.targets.target import Target
+from headstart.heads.targets.target import Target, length_groups
 from headstart.heads.transfer import to_device
 
 #: part of the free device memory that features may take; head, optimiser and activations need the rest
@@ -26,7 +26,7 @@ class MemoryFeatures(FeatureSource):
 
     Args:
         target, samples, spec, max_depth: as OnlineFeatures.
-        forward_tokens: rows per pass of the target.
+        forward_tokens: most rows of a pass of the target, padding included.
     Raises: StorageError before any work when the features cannot fit, with the size they need.
     """
 
@@ -52,14 +52,17 @@ class MemoryFeatures(FeatureSource):
         self._samples = samples
         self._documents = [sample.tensors() for sample in samples]
         self._argmax_R = torch.empty(rows, dtype=torch.int32, device=self.device)
-        for group in groups_within(self.lengths, forward_tokens):
+        done = 0
+        # documents of similar length from the whole set: one pass of the target a group, with little padding
+        for group in length_groups(tuple(self.lengths), forward_tokens):
             batch = extract(target, [samples[i] for i in group], spec)
-            start, stop = self._starts[group.start], self._starts[group.stop]
-            self._hidden_RD[start:stop] = batch.hidden_RD
+            row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in group]).to(self.device)
+            self._hidden_RD[row_R] = batch.hidden_RD
             if self._streams_RkD is not None:
-                self._streams_RkD[start:stop] = batch.streams_RkD
-            self._argmax_R[start:stop] = argmax_rows(batch)
-            progress(stop, rows, "")
+                self._streams_RkD[row_R] = batch.streams_RkD
+            self._argmax_R[row_R] = argmax_rows(batch).to(torch.int32)
+            done += len(row_R)
+            progress(done, rows, "")
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)

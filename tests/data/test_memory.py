@@ -68,3 +68,20 @@ def test_refuses_what_cannot_fit(target, samples, monkeypatch):
     monkeypatch.setattr(memory, "MEMORY_SHARE", 0.0)
     with pytest.raises(StorageError, match="data.features=memory: .* expected at most"):
         MemoryFeatures(target, samples, FeatureSpec(), 3)
+
+
+def test_one_pass_holds_documents_of_similar_length(target, monkeypatch):
+    """Long and short documents by turns: two passes of two long ones each, and one of all short ones."""
+    tokens = np.arange(20, dtype=np.int32)
+    mixed = [Sample(f"s{n}", tokens[:length], np.zeros(length, np.int32)) for n, length in enumerate([20, 2] * 4)]
+    passes: list[tuple[int, ...]] = []
+    forward = target.forward_documents
+    monkeypatch.setattr(
+        target, "forward_documents", lambda ids_BT, layers: passes.append(tuple(ids_BT.shape)) or forward(ids_BT, layers)
+    )
+    held = MemoryFeatures(target, mixed, FeatureSpec((2,)), 1, forward_tokens=44)
+    assert passes == [(2, 20), (2, 20), (4, 2)]
+    monkeypatch.undo()
+    online = OnlineFeatures(target, mixed, FeatureSpec((2,)), 1)
+    for pack in ([1, 0, 7], [6]):
+        torch.testing.assert_close(held.get(pack).streams_RkD, online.get(pack).streams_RkD)

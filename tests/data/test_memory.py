@@ -76,9 +76,12 @@ def test_one_pass_holds_documents_of_similar_length(target, monkeypatch):
     mixed = [Sample(f"s{n}", tokens[:length], np.zeros(length, np.int32)) for n, length in enumerate([20, 2] * 4)]
     passes: list[tuple[int, ...]] = []
     forward = target.forward_documents
-    monkeypatch.setattr(
-        target, "forward_documents", lambda ids_BT, layers: passes.append(tuple(ids_BT.shape)) or forward(ids_BT, layers)
-    )
+
+    def counted(ids_BT, layers):
+        passes.append(tuple(ids_BT.shape))
+        return forward(ids_BT, layers)
+
+    monkeypatch.setattr(target, "forward_documents", counted)
     held = MemoryFeatures(target, mixed, FeatureSpec((2,)), 1, forward_tokens=44)
     assert passes == [(2, 20), (2, 20), (4, 2)]
     monkeypatch.undo()

@@ -10,6 +10,23 @@ import pytest
 
 from headstart import walkthrough
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commands_of_docs() -> list[str]:
+    """Every command of a bash block of the README and of the walk-through, without its comment."""
+    found = []
+    for page in (ROOT / "README.md", ROOT / "docs/walkthrough-laptop.md"):
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            found += [re.sub(r"\s+#.*", "", line).strip() for line in block.splitlines()]
+    return found
+
+
+def test_every_command_stands_in_the_docs() -> None:
+    known = commands_of_docs()
+    assert [command for command in walkthrough.COMMANDS if command not in known] == []
+
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

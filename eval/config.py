@@ -19,7 +19,7 @@ RETIRED = {"kv_bucket": 128, "prefill_chunk": 512, "bootstrap": 1000}
 #: largest values: far above any use, so that a typing error does not use up memory or time
 MOST = {
     "depth": 1024, "k": 4096, "total_tokens": 1 << 16, "ngram_min": 1024, "ngram_max": 1024,
-    "warmup_tokens": 1 << 16, "batch_sizes": 1 << 16, "sweep_prompts": 1 << 20, "repeats": 10**4,
+    "warmup_tokens": 1 << 16, "batch_sizes": 1 << 16, "sweep_prompts": 1 << 20, "repeats": 10**4, "samples": 32,
 }  # fmt: skip
 #: fields that hold a count or null
 LIMITS = ("limit", "limit_per_task", "max_turns")
@@ -136,6 +136,9 @@ class EvalConfig:
     sweep_prompts: int = 16
     #: Also time transformers' `generate` at batch 1 on the same contexts. It is slow, and not the speed-up's baseline.
     generate_baseline: bool = False
+    #: Prompts that are decoded once more after everything is timed, to show in the report who wrote each token: at most
+    #: 128 tokens each. Report and page then hold the texts of these prompts; 0 leaves them out.
+    samples: int = 3
     #: n-gram drafter: longest end of the context that is looked up in it.
     ngram_max: int = 4
     #: n-gram drafter: shortest end of the context that is looked up in it.
@@ -169,6 +172,8 @@ def identity_of(config: EvalConfig) -> dict[str, Any]:
     """
     values = {**RETIRED, **asdict(config)}
     del values["refill"]
+    if config.samples == EvalConfig.samples:
+        del values["samples"]
     if not config.scheduler:
         del values["scheduler"]
     if config.temperature == 0 or config.verification == "token":
@@ -201,6 +206,7 @@ def check_config(config: EvalConfig) -> None:
         ("eval.top_k", config.top_k, 0),
         ("eval.sweep_prompts", config.sweep_prompts, 1),
         ("eval.warmup_tokens", config.warmup_tokens, 0),
+        ("eval.samples", config.samples, 0),
         ("eval.seed", config.seed, 0),
         *((f"eval.{n}", getattr(config, n), 1) for n in LIMITS if getattr(config, n) is not None),
         *((f"eval.batch_sizes[{n}]", size, 1) for n, size in enumerate(config.batch_sizes)),

@@ -23,6 +23,7 @@ from headstart.heads.published_names import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
 from headstart.quality_guard import summary
 from headstart.saved_heads import trained_otherwise
+from headstart.training_record import run_of, training_record
 
 #: what takes long before the first answer
 FIRST = "the first one compiles kernels and captures cycles:"
@@ -63,14 +64,15 @@ def measure(
     if shorter_chains and chains and report.baseline_tokens_per_s:
         report.chain_speedups = _time_shorter_chains(report, target, head, config, console)
         report.notes.append(_compared_chains(report.chain_speedups))
+    report.training = training_record(place)
     report.verdict = verdict_of_report(report.to_json(), training_of(place)).to_json()
     return report
 
 
 def training_of(head: Path | None) -> Training:
     """What the run that made a head recorded of its training; nothing where the head does not lie in a run."""
-    run = head.resolve().parent if head is not None else None
-    if run is None or not (run / "steps").is_dir():
+    run = run_of(head)
+    if run is None:
         return Training()
     walked: dict[str, list[float]] = {"valid/walked_tau": [], "train/walked_tau": []}
     with suppress(OSError, DataError, ValueError, TypeError):  # it is advice: a damaged file gives none
@@ -92,7 +94,8 @@ def _time_shorter_chains(
     """Time every shorter chain. Returns: length → speed-up, of all lengths up to the evaluated one."""
     rates, baseline = {config.tree.depth: report.tokens_per_s or 0.0}, report.baseline_tokens_per_s or 0.0
     once = replace(
-        config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False, cycle_parts=False
+        config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False, cycle_parts=False,
+        samples=0,
     )
     for depth in range(config.tree.depth - 1, 0, -1):
         shorter = replace(once, tree=replace(config.tree, depth=depth))

@@ -14,4 +14,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
 # The whole suite runs in two processes (WORKERS=1: in one). Tests that you name run in this one, where their output shows.
 [ $# -gt 0 ] || set -- --numprocesses "${WORKERS:-2}" --dist loadfile
-exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
+exec "$VENV_PYTHON" -m pytest -m "not gpu and not browser" "$@"

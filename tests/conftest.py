@@ -5,7 +5,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOMS = (
-    "", "data", "data/serving", "eval", "eval/decoding", "eval/measuring", "eval/scheduling", "eval/servers",
-    "data/chat", "heads/formats", "train", "train/joint",
+    "", "data", "data/serving", "eval", "eval/decoding", "eval/measuring", "eval/measuring/page", "eval/scheduling",
+    "eval/servers", "data/chat", "heads/formats", "train", "train/joint",
 )  # fmt: skip
 sys.path[:0] = [place for place in (str(TESTS / room) for room in ROOMS) if place not in sys.path]

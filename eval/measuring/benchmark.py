@@ -24,12 +24,13 @@ from headstart.eval.measuring.conversations import Conversations
 from headstart.eval.measuring.generate import GenerateBaseline
 from headstart.eval.measuring.metrics import Pace, acceptance, expected_tau
 from headstart.eval.measuring.report import Report
-from headstart.eval.measuring.sweep import check_contexts, queued, sweep, sweep_points
+from headstart.eval.measuring.samples import record_samples
+from headstart.eval.measuring.sweep import check_contexts, queued, spread, sweep, sweep_points
 from headstart.eval.measuring.task_results import TaskResults, report_of
 from headstart.eval.prompts import eval_prompts
 from headstart.eval.scheduling.budget import Budget, budget_for
 from headstart.heads.base import Head
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, in_one_line
 from headstart.heads.provenance import device_name
 from headstart.heads.targets.target import Target
 
@@ -93,6 +94,7 @@ def evaluate(
         engine_note=measured.decoder.slow,
         engine_cost=measured.cost,
         generate=None if measured.generate is None else measured.generate.report(),
+        samples=measured.samples,
     ).published()
 
 
@@ -162,6 +164,7 @@ class _Measurement:
         cut: answers that were decoded, and those that `eval.max_new_tokens` cut.
         scheduler: of all runs that draft; `budget` is the same where `eval.scheduler` is on, else None.
         cost: of a plain cycle, where the target decodes slower than it could (breakdown.plain_cycle), or None.
+        samples: answers with every token's author (measuring/samples.py); None where nothing was asked or drafted.
         ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
             cycles captured and caches warmed.
     """
@@ -188,6 +191,8 @@ class _Measurement:
         self.cost: dict[str, float] | None = None
         self.rule: str | None = None
         self.cut = {"answers": 0, "cut": 0}
+        self.samples: list[dict[str, Any]] | None = None
+        self.unsampled: str | None = None
         asked = config.scheduler and drafter is not None
         self.budget: Budget | None = budget_for(drafter, config.tree) if asked and drafter is not None else None
         self.scheduler: Scheduler = self.budget or KEEP_ALL
@@ -232,7 +237,20 @@ class _Measurement:
         if decoder.slow is not None and self.target.device.type == "cuda" and self.first:
             with suppress(Exception):  # this explains the measurement, and must not lose it
                 self.cost = plain_cycle(decoder, self.first[: config.batch_size])
+        self._record_samples()
         self.conversations.finish()
+
+    def _record_samples(self) -> None:
+        """Decode a few prompts again, where the text is the target's: it is not with synthetic acceptance."""
+        config = self.config
+        if self.drafter is None or not config.samples or self.decoder.sampling.synthetic is not None:
+            return
+        asked = [(str(p.task), c) for p, c in zip(self.conversations.prompts, self.first, strict=True)]
+        self.conversations.tell("samples", steps=0)
+        try:
+            self.samples = record_samples(self.target, self.drafter, config, spread(asked, config.samples))
+        except Exception as error:  # noqa: BLE001 - this explains the measurement, and must not lose it
+            self.unsampled = f"no samples were recorded: {in_one_line(error)}"
 
     def _count_cut(self, answers: list[Answer]) -> None:
         limit = self.config.max_new_tokens
@@ -276,6 +294,7 @@ def _notes(target: Target, measured: _Measurement) -> list[str]:
     elif sampling.lossy:
         notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
     notes += [*measured.dropped, *measured.contexts.notes()]
+    notes += [] if measured.unsampled is None else [measured.unsampled]
     if target.device.type == "cpu":
         notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
     return notes

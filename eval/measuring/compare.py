@@ -1,4 +1,4 @@
-"""Several reports side by side: a terminal table, Markdown, and a plot of the speed-up by batch size."""
+"""Several reports side by side: a terminal table, Markdown, a page, and a plot of the speed-up by batch size."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from headstart.eval.measuring.fitted import Fitted
-from headstart.eval.measuring.rendering import (
-    TAU_NOTE,
-    identical_text,
-    latency_cells,
-    number,
-    number_cells,
-    remarks,
-    render_markdown,
-)
+from headstart.eval.measuring.page.page import contents, write_page
+from headstart.eval.measuring.rendering import latency_cells, number_cells, page_said, remarks, render_markdown
 from headstart.eval.measuring.report import Report
+from headstart.eval.measuring.wording import TAU_NOTE, identical_text, number
 from headstart.heads.errors import DataError, in_one_line
 from headstart.heads.escape import markdown, table
 from headstart.heads.files import atomic_write, write_text
 from headstart.heads.formats.flags import LOSSLESS_RULES, MEANINGS
 from headstart.heads.formats.plots import drawn, save_figure
 
-BATCHES = "batches.png"
+BATCHES, PAGE = "batches.png", "comparison.html"
 COLUMNS = (
     "run", "target", "drafter", "tree", "temperature", "acceptance", "batch", "prompts", "τ", "95 %", "by position",
     "plain tok/s", "spec. tok/s", "speed-up (clock)", "first token ms", "plain ms/token", "spec. ms/token", "identical",
@@ -70,6 +64,7 @@ def _require_legible(label: str, report: Report, place: Path) -> None:
     one = {label: report}
     try:
         differences(one), speedups_by_batch(one), comparison_markdown(one), render_markdown(report)
+        contents({label: report.published().to_json()}, page_said(one))
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             Console(file=nowhere).print(comparison_table(one))
     except Exception as error:  # noqa: BLE001 - a value of another type can fail anywhere
@@ -205,12 +200,18 @@ def speedups_by_batch(reports: dict[str, Report]) -> dict[str, list[tuple[int, f
 
 
 def write_comparison(reports: dict[str, Report], directory: Path) -> Path:
-    """Write comparison.md, and batches.png where runs form a batch sweep; returns the path of the Markdown."""
+    """Write comparison.md and comparison.html, and batches.png where runs form a batch sweep.
+
+    Returns: the path of the Markdown.
+    """
     text, curves = comparison_markdown(reports), speedups_by_batch(reports)
     if curves:
         atomic_write(directory / BATCHES, partial(_plot, curves))
         text += f"\n![speed-up by batch]({BATCHES})\n"
     write_text(directory / "comparison.md", text)
+    shown = {label: report.published() for label, report in reports.items()}
+    values = {label: report.to_json() for label, report in shown.items()}
+    write_page(values, directory / PAGE, page_said(shown, differences(reports)))
     return directory / "comparison.md"
 
 

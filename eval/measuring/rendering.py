@@ -1,9 +1,9 @@
-"""Shows a report: tables for the terminal, report.md and its plots."""
+"""Shows a report: tables for the terminal, report.md with its plots, and report.html."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,22 @@ from rich.console import Group
 from rich.text import Text
 
 from headstart.eval.measuring.fitted import Fitted
+from headstart.eval.measuring.page.page import Said, write_page
 from headstart.eval.measuring.report import Numbers, Report, Section
 from headstart.eval.measuring.verdict import markdown_of
+from headstart.eval.measuring.wording import (
+    TAU_NOTE,
+    identical_text,
+    interval_text,
+    number,
+    rates_text,
+    speedup_text,
+)
 from headstart.heads.errors import HeadstartError
 from headstart.heads.escape import code, markdown, plain, table
 from headstart.heads.files import write_text
 from headstart.heads.formats.flags import LOSSLESS_RULES, TITLES
 from headstart.heads.formats.plots import draw_plots, first_plot_note
-
-TAU_NOTE = "τ, the accepted length = tokens committed per target forward after prefill (plain decoding = 1)"
 
 COLUMNS = (
     "task", "prompts", "τ", "95 %", "acceptance by position", "plain tok/s", "spec. tok/s", "speed-up (clock)",
@@ -33,27 +40,6 @@ ROW_NOTE = (
     "speed-up (clock): tokens of all rows by the wall clock, places that stay empty included; "
     "speed-up (row time): by the time that rows spent decoding, as on a server where no place is ever empty"
 )
-
-
-def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
-    return "–" if value is None else f"{value:.{digits}f}{suffix}"
-
-
-def rates_text(values: list[float] | list[float | None]) -> str:
-    return " ".join("–" if v is None else f"{v:.3f}".replace("0.", ".", 1) for v in values) or "–"
-
-
-def interval_text(interval: list[float] | None) -> str:
-    return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
-
-
-def speedup_text(speedup: float | None, interval: list[float] | None) -> str:
-    """`1.80×`, with its interval where there is one: `1.80× (1.72–1.88)`."""
-    return number(speedup, 2, "×") + ("" if interval is None else f" ({interval_text(interval)})")
-
-
-def identical_text(identity: dict[str, Any] | None) -> str:
-    return "–" if identity is None else f"{identity['identical']}/{identity['sequences']}"
 
 
 def _by_row(report: Report) -> bool:
@@ -228,7 +214,7 @@ def render_markdown(report: Report) -> str:
     for title, columns, rows in _more_tables(report):
         lines += [f"## {title[0].upper()}{title[1:]}", "", *table(columns, rows), ""]
     for remark in remarks(report):
-        lines += [f"{markdown(remark[0].upper() + remark[1:])}.", ""]
+        lines += [markdown(_sentence(remark)), ""]
     identity = report.greedy_identity
     if identity:
         lines.append(
@@ -257,9 +243,21 @@ def write_report(report: Report, directory: Path | str, say: Callable[[str], Non
     return path
 
 
+def page_said(reports: Mapping[str, Report], differences: Sequence[str] = ()) -> Said:
+    """What the HTML page says beside the numbers of these runs."""
+    titles = {label: _title(report) for label, report in reports.items()}
+    notes = {label: [*report.notes, *map(_sentence, remarks(report))] for label, report in reports.items()}
+    return Said(titles, notes, differences)
+
+
+def _sentence(remark: str) -> str:
+    return f"{remark[0].upper()}{remark[1:]}."
+
+
 def render_report(report: Report, directory: Path) -> None:
-    """Write report.md and its plots beside report.json (atomically)."""
+    """Write report.md, its plots and report.html beside report.json (atomically)."""
     shown = report.published()
+    write_page({"": shown.to_json()}, directory / "report.html", page_said({"": shown}))
     images = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_plots(shown.to_json(), directory))
     write_text(directory / "report.md", render_markdown(shown) + images)
 
@@ -273,7 +271,8 @@ def render_saved(path: Path, say: Callable[[str], None]) -> bool:
     except Exception as error:  # noqa: BLE001 - no failure of rendering may lose the run: the measurement is saved
         cause = str(error) if isinstance(error, HeadstartError) else f"{type(error).__name__}: {error}"
         say(
-            f"WARNING: {path} holds the measurement, but report.md and its plots could not be written ({cause}). "
+            f"WARNING: {path} holds the measurement, but report.md, report.html or their plots could not be written "
+            f"({cause}). "
             f"`headstart report {shlex.quote(str(path.parent))}` makes them again"
         )
         return False

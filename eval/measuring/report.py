@@ -12,6 +12,8 @@ from headstart.heads.formats.flags import flag_of
 from headstart.heads.published import published
 
 SCHEMA = 1
+#: files that are made from report.json
+RENDERED = ("report.md", "report.html")
 
 
 @dataclass
@@ -110,6 +112,11 @@ class Report(Numbers):
     cut: dict[str, int] | None = None
     #: length of the chain → speed-up by the clock, where shorter chains were timed as well
     chain_speedups: dict[str, float] | None = None
+    #: a few answers with every token's author (`samples.Sample` as JSON); None where none were recorded
+    samples: list[dict[str, Any]] | None = None
+    #: what the head's run recorded (scripts/training_record.py): `curves` {name: [[step, value], …]}, `seconds`, and
+    #: `data`, numbers about the training data; None where the head does not lie in a run
+    training: dict[str, Any] | None = None
     #: whether drafting pays (`Verdict.to_json`), or None in a report from before verdicts
     verdict: dict[str, Any] | None = None
     #: command line of the process that measured this
@@ -148,7 +155,8 @@ class Report(Numbers):
         """Write report.json (atomically), as `published` makes it; returns its path."""
         directory = Path(directory)
         write_json(directory / "report.json", published(self.to_json()))
-        (directory / "report.md").unlink(missing_ok=True)  # it shows an earlier measurement
+        for name in RENDERED:
+            (directory / name).unlink(missing_ok=True)  # it shows an earlier measurement
         return directory / "report.json"
 
     @property

@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from headstart.eval.measuring.rendering import number
 from headstart.eval.measuring.verdict import markdown_of
+from headstart.eval.measuring.wording import number
 from headstart.eval.tuning.choice import AGREEMENT, Choice, Tuning, overrides, tree_name
 from headstart.eval.tuning.costs import node_count
 from headstart.heads.escape import code, line, markdown, table

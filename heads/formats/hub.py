@@ -92,6 +92,8 @@ def push_export(
     loads = [engine for engine in checked.engines if checked.loads(engine)]
     # synthetic acceptance says nothing about this head
     report = None if report is None or report.get("synthetic") else published(report, names)
+    if report is not None and report.get("samples"):
+        report["samples"] = None  # the texts of prompts stay here
     plots = [] if report is None else draw_plots(report, directory)
     write_beside(directory, side)
     card = render_card(name, side, report, loads, _licence(api, side), plots)

@@ -21,7 +21,10 @@ LABEL = 40
 
 
 def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
-    """Write the plots that a report has numbers for, LOSSY or SYNTHETIC in their titles; returns their file names.
+    """Write the plots that a report has numbers for; returns their file names.
+
+    Each shows its values, their 95 % intervals where these are known, and whose they are; LOSSY or SYNTHETIC stands in
+    the titles. What would be a single bar or point is not drawn.
 
     Args:
         report: report.json as parsed.
@@ -40,6 +43,8 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
             axes = figure.axes[0]
             # on a line of its own, because titles fill the narrowest figure
             axes.set_title(f"{TITLES[flag]}\n{axes.get_title()}")
+        if name_of_run := _whose(report):
+            figure.suptitle(name_of_run, fontsize="small")
         atomic_write(directory / name, partial(save_figure, figure))
         written.append(name)
     return written
@@ -77,6 +82,27 @@ def drawn(text: str, most: int = LABEL) -> str:
     return (" " if shown.startswith("_") else "") + shown.replace("$", r"\$")
 
 
+def _whose(report: dict[str, Any]) -> str:
+    """The head's name, its target and what it drafts, as far as the report says."""
+    head, target = report.get("head") or {}, (report.get("target") or {}).get("name")
+    drafter = report.get("drafter") or head.get("type")
+    words = [*([str(drafter)] if drafter else []), *([f"on {target}"] if target else [])]
+    label = (report.get("tree") or {}).get("label")
+    return drawn(" ".join(words) + (f", {label}" if label else ""), 64) if words else ""
+
+
+def _ends(value: float | None, interval: list[float] | None) -> tuple[float, float]:
+    """How far the ends of an interval lie below and above its value; nowhere without one."""
+    if value is None or interval is None:
+        return 0.0, 0.0
+    return max(value - interval[0], 0.0), max(interval[1] - value, 0.0)
+
+
+def _mark(axes: Any, x: float, y: float, shown: str, above: float = 5) -> None:
+    """Write a value above its place. Args: above: points of distance."""
+    axes.annotate(shown, (x, y), (0, above), textcoords="offset points", ha="center", fontsize="x-small")
+
+
 def _sections(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     named = ((drawn(name), row) for name, row in (report.get("tasks") or {}).items())
     tasks = sorted(named, key=lambda item: (-item[1]["prompts"], item[0]))[:SHOWN]
@@ -99,14 +125,16 @@ def new_figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
 def _acceptance(report: dict[str, Any]) -> Any | None:
     sections = [(name, row["per_position_acceptance"]) for name, row in _sections(report)]
     sections = [(name, rates) for name, rates in sections if rates]
-    if not sections:
+    if max((len(rates) for _, rates in sections), default=0) < 2:
         return None
     figure, axes = new_figure(6, 3.6)
     for name, rates in sections:
         strong = name == "all"
         style: dict[str, Any] = {"linewidth": 2.4, "color": "black", "zorder": 3} if strong else {"alpha": 0.8}
         axes.plot(range(1, len(rates) + 1), rates, marker="o", label=name, **style)
-    axes.set(xlabel="position in the draft", ylabel="accepted ÷ drafts", ylim=(0, 1))
+        for position, rate in enumerate(rates if strong else (), start=1):
+            _mark(axes, position, rate, f"{rate:.2f}")
+    axes.set(xlabel="position in the draft", ylabel="accepted ÷ drafts", ylim=(0, 1.05))
     axes.set_xticks(range(1, max(len(rates) for _, rates in sections) + 1))
     axes.set_title("Acceptance by position")
     if len(sections) > 1:
@@ -121,16 +149,27 @@ def _tasks(report: dict[str, Any]) -> Any | None:
     places = range(len(names))
     speedups = [row.get("speedup") for _, row in sections]
     measured = any(value is not None for value in speedups)
+    if len(sections) == 1 and not measured:
+        return None
     width = 0.38 if measured else 0.6
-    axes.bar([x - width / 2 * measured for x in places], [row["tau"] for _, row in sections], width, label="τ")
-    if measured:
-        axes.bar([x + width / 2 for x in places], [value or 0 for value in speedups], width, label="speed-up (clock)")
+    taus = [row["tau"] for _, row in sections]
+    bars = [("τ", -width / 2 * measured, taus, "tau_ci95")]
+    bars += [("speed-up (clock)", width / 2, speedups, "speedup_ci95")] if measured else []
+    for label, shift, values, interval in bars:
+        below, above = zip(*(_ends(v, row.get(interval)) for v, (_, row) in zip(values, sections, strict=True)),
+                           strict=True)  # fmt: skip
+        heights, at = [value or 0 for value in values], [x + shift for x in places]
+        axes.bar(at, heights, width, label=label, yerr=(below, above), ecolor="0.25", error_kw={"linewidth": 1})
+        for x, value, up in zip(at, values, above, strict=True):
+            if value is not None:
+                _mark(axes, x, value + up, f"{value:.2f}", above=2)
+    axes.margins(y=0.25 if measured else 0.15)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(
         list(places), names, rotation=30 if len(names) > 3 else 0, ha="right" if len(names) > 3 else "center"
     )
     axes.set_title("τ and speed-up by task (plain decoding = 1)" if measured else "τ by task (plain decoding = 1)")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", ncols=2)
     return figure
 
 
@@ -147,15 +186,29 @@ def _cycle(report: dict[str, Any]) -> Any | None:
             width = parts[f"{name}_ms"] * share
             axes.barh(y, width, left=left, color=color, label=name if y else None)
             left += width
+        _beside(axes, left, y)
     names = ["per token", "per cycle"]
     if rate and batch == 1:
         axes.barh(-1, 1e3 / rate, color="black", alpha=0.6)
+        _beside(axes, 1e3 / rate, -1)
         names.insert(0, "plain token")
     axes.set_yticks(range(2 - len(names), 2), names)
     axes.set(xlabel=f"ms, batch {batch}", title=f"Parts of a cycle (τ {tau:.2f})")
     axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.12)
     axes.legend(fontsize="small")
     return figure
+
+
+def _beside(axes: Any, x: float, y: float) -> None:
+    """Write the milliseconds of a bar behind its end."""
+    axes.annotate(f"{x:.2f}", (x, y), (4, 0), textcoords="offset points", va="center", fontsize="x-small")
+
+
+def _carried(point: dict[str, Any]) -> list[float] | None:
+    """τ's interval as one of the speed-up: a cycle takes as long whatever it accepts."""
+    tau, interval = point.get("tau"), point.get("tau_ci95")
+    return [point["speedup"] * end / tau for end in interval] if tau and interval else None
 
 
 def _sweep(report: dict[str, Any], name: str) -> Any | None:
@@ -166,7 +219,12 @@ def _sweep(report: dict[str, Any], name: str) -> Any | None:
         return None
     values = [point[name] for point in points]
     figure, (above, below) = new_figure(6, 5.2, rows=2)
-    above.plot(values, [point["speedup"] for point in points], marker="o", color="black")
+    gains = [point["speedup"] for point in points]
+    low, high = zip(*(_ends(point["speedup"], _carried(point)) for point in points), strict=True)
+    above.errorbar(values, gains, yerr=(low, high), marker="o", color="black", capsize=3)
+    for value, gain, up in zip(values, gains, high, strict=True):
+        _mark(above, value, gain + up, f"{gain:.2f}")
+    above.margins(y=0.2)
     above.axhline(1, color="black", linewidth=0.8, linestyle="--")
     above.set(ylabel="speed-up (clock)", title=f"Speed-up by {name} (plain decoding = 1)")
     above.set_ylim(bottom=0)

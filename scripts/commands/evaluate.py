@@ -71,7 +71,7 @@ def command(
         value = {**report.to_json(), "report": str(directory / "report.json")}
         console.result(value, lambda: render_tables(report))
         if not json:
-            console.result(None, f"report: {directory / 'report.md'} (and report.json)")
+            console.result(None, f"report: {directory / 'report.html'} (and report.md, report.json)")
             common.say_verdict(report.verdict, console)
 
 
@@ -179,9 +179,10 @@ def place_of(out: str | None) -> Path | None:
 def _write(report: Report, place: Path, config: EvalConfig, console: Console) -> None:
     """Write the report. An earlier one in the same folder is moved away, not overwritten."""
     from headstart.eval.measuring.rendering import write_report
+    from headstart.eval.measuring.report import RENDERED
     from headstart.evaluation import say_own_data
 
-    common.keep_earlier(place, "eval", ("report.json", "report.md"), console)
+    common.keep_earlier(place, "eval", ("report.json", *RENDERED), console)
     write_report(report, place, console.say)
     say_own_data(config.data, console)
 

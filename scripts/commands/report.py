@@ -13,7 +13,7 @@ from headstart.commands.common import Json, command_body
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that hold a report.json.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for comparison.md (and a plot of speed-up by batch).")
+        Path | None, typer.Option("--out", help="Folder for comparison.html and comparison.md (and a plot).")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -22,12 +22,13 @@ def command(
     Shows τ, acceptance by position, tokens/s and speed-up, and names what differs between the runs.
     """
     with command_body(json, libraries=True) as console:
-        from headstart.eval.measuring.compare import comparison_table, differences, read_reports, write_comparison
+        from headstart.eval.measuring.compare import PAGE, comparison_table, differences, read_reports, write_comparison
         from headstart.eval.measuring.rendering import render_saved
+        from headstart.eval.measuring.report import RENDERED
 
         reports = read_reports(runs)
-        # an evaluation could not write report.md, or somebody removed it
-        missing = [place for place in runs if not (place / "report.md").is_file()]
+        # an evaluation could not write report.md or report.html, an earlier version had no page, or somebody removed it
+        missing = [place for place in runs if not all((place / name).is_file() for name in RENDERED)]
         failed = [place for place in missing if not render_saved(place / "report.json", console.say)]
         value = {
             "runs": {label: report.to_json() for label, report in reports.items()},
@@ -35,6 +36,7 @@ def command(
         }
         console.result(value, lambda: comparison_table(reports))
         if out is not None:
-            console.say(f"comparison: {write_comparison(reports, out)}")
+            text = write_comparison(reports, out)
+            console.say(f"comparison: {out / PAGE} (and {text.name})")
         if failed:
             raise typer.Exit(1)

@@ -33,7 +33,7 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         report = Report.read(run.dir)
         console.result(value, lambda: render_tables(report))
         if not json:
-            console.result(None, f"report: {run.dir / 'report.md'} (and report.json)")
+            console.result(None, f"report: {run.dir / 'report.html'} (and report.md, report.json)")
             for engine, path in exported["exports"].items():
                 console.result(None, f"exported head ({engine}): {path}")
             say_verdict(report.verdict, console)

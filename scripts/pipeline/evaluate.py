@@ -1,4 +1,4 @@
-"""The step `eval`: measures acceptance and speed of the trained head, and writes report.json and report.md."""
+"""The step `eval`: measures acceptance and speed of the trained head, and writes the report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from headstart import identity
 from headstart.ahead import ask_evaluation
 from headstart.eval.config import identity_of
 from headstart.eval.measuring.rendering import render_saved
+from headstart.eval.measuring.report import RENDERED
 from headstart.eval.prompts import describe_data
 from headstart.evaluation import UNTRAINED, measure, say_own_data
 from headstart.heads.errors import ConfigError, FormatError
@@ -30,7 +31,7 @@ FIRST = (
 
 
 def evaluate(run: Run) -> dict[str, Any]:
-    """Measure the trained head and write report.json and report.md.
+    """Measure the trained head and write report.json, report.md and report.html.
 
     Raises: FormatError without a trained head, unless acceptance is synthetic; ConfigError without prompts.
     """
@@ -51,10 +52,10 @@ def evaluate(run: Run) -> dict[str, Any]:
         "data": describe_data(data),
         "shorter_chains": run.recipe.shorter_chains,
     }
-    report, rendered = run.dir / "report.json", run.dir / "report.md"
-    # report.md is made from report.json, so a lost one is made again without measuring
-    result = run.markers.do("eval", inputs, [report], lambda begin: _measure(run, data, begin), leftovers=[rendered])
-    if not rendered.is_file():
+    report, rendered = run.dir / "report.json", [run.dir / name for name in RENDERED]
+    # these are made from report.json, so a lost one is made again without measuring
+    result = run.markers.do("eval", inputs, [report], lambda begin: _measure(run, data, begin), leftovers=rendered)
+    if not all(path.is_file() for path in rendered):
         render_saved(report, run.console.say)
     say_own_data(config.data, run.console)
     return result

@@ -24,6 +24,7 @@ from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import planned_training, refuse_ahead
+from headstart.scaling_line import more_data, packaged_lines
 from headstart.train.flops import matmul_flops
 from headstart.train.launching.setup import check_layout
 from headstart.train.plan import (
@@ -96,6 +97,7 @@ class DataShape:
         supervised: share of the tokens that are supervised.
         notes: what was assumed.
         known: whether the tokens were counted or stated. Those of prompts that wait for answers are an upper bound.
+        samples: number of samples; 0 = unknown.
     """
 
     packs: int
@@ -103,20 +105,23 @@ class DataShape:
     supervised: float = 1.0
     notes: list[str] = field(default_factory=list)
     known: bool = True
+    samples: int = 0
 
     @classmethod
     def equal(cls, samples: int, length: float, pack_tokens: int, note: str) -> DataShape:
         """The shape of `samples` samples of the same length, all supervised, packed as make_packs does."""
         each = max(int(pack_tokens // length), 1)
         full, rest = divmod(samples, POOL)
-        return cls(full * -(-POOL // each) - (-rest // each), round(samples * length), notes=[note])
+        packs = full * -(-POOL // each) - (-rest // each)
+        return cls(packs, round(samples * length), notes=[note], samples=samples)
 
     def beside(self, other: DataShape) -> DataShape:
         """The shape of both together."""
         tokens = self.tokens + other.tokens
         supervised = (self.supervised * self.tokens + other.supervised * other.tokens) / max(tokens, 1)
         known = self.known and other.known
-        return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes], known)
+        notes, samples = [*self.notes, *other.notes], self.samples + other.samples
+        return DataShape(self.packs + other.packs, tokens, supervised, notes, known, samples)
 
 
 def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | None = None) -> Plan:
@@ -186,6 +191,8 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console, run: Run | Non
             f"{'processor' if layout.host else 'card'} ({source}); `python -m headstart.bench.scaling` measures the "
             "rate, --tokens-per-s states it"
         )
+    if note := more_data(recipe.head.type, recipe.target.name, data.samples, packaged_lines()):
+        notes.append(note)
     plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, most, notes)
     try:
         require_fit(plan, target, head, Path(recipe.run_dir))
@@ -249,7 +256,7 @@ def _read(run: Run) -> DataShape:
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
     packs = len(make_packs(lengths, run.recipe.data.pack_size, run.recipe.seed)) if lengths else 0
-    return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1))
+    return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1), samples=len(samples))
 
 
 def render(plan: Plan) -> Group:

@@ -164,7 +164,7 @@ def _of_entry(
     common = (*as_overrides(config.settings), *given, *as_overrides(entry.settings))
     seeds = config.seeds if entry.seeds is None else entry.seeds
     for recipe in recipes:
-        found = recipe_of(recipe, file)
+        found = recipe_of(str(recipe), file)
         title = entry.name or Path(found).stem
         if entry.name and len(recipes) > 1:
             title = f"{entry.name}-{Path(found).stem}"

@@ -226,7 +226,7 @@ class Checks:
 
     def render(self, processes: int) -> Group:
         """The plan as a table and lines of text."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 cell.name, str(cell.lever), "–" if cell.value is None else str(cell.value),
                 "–" if plan.steps is None else f"{plan.steps:,}",

@@ -213,7 +213,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     own = {"name", "folder", "base", "settings", "budget", "seeds", "cells", "measure"}
     refused = {"run_dir": "folder", "seed": "seeds"}
     recipes = set(Recipe.__dataclass_fields__)
-    mine, theirs = [], []
+    mine: list[str] = []
+    theirs: list[str] = []
     for text in overrides:
         key = re.split(r"[.\[=]", text.strip(), maxsplit=1)[0].strip()
         if key in refused:

@@ -29,7 +29,7 @@ BASH = blocks("bash")
 #: what a name for the reader to fill in is taken to be
 NAMES = {
     name: "smollm2-eagle3"
-    for name in ("RECIPE", "mine.yaml", "card.yaml", "runs/mine/recipe.yaml", "runs/card/recipe.yaml")
+    for name in ("RECIPE", "mine.yaml", "served.yaml", "card.yaml", "runs/mine/recipe.yaml", "runs/card/recipe.yaml")
 }
 #: programs that are not ours → what is checked of them
 OTHERS = {
@@ -210,7 +210,8 @@ def test_a_wrong_command_is_found(line: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
 def test_recipes_of_pages_load(block: Block, tmp_path: Path) -> None:
-    place = tmp_path / "mine.yaml"
+    (tmp_path / "mine.yaml").write_text("inherit: smollm2-eagle3\n")  # what a page's recipe may inherit
+    place = tmp_path / "page.yaml"
     place.write_text(block.text)
     if "cells" in yaml.safe_load(block.text):
         config, _, file = load_comparison(str(place))

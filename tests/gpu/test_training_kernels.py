@@ -329,6 +329,8 @@ def test_row_kernels_match_their_twins():
         ("eagle", {"depth": 3}),
         ("eagle", {"depth": 2, "top_tokens_loss_weight": 1.0}),
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),
+        ("eagle3", {"loss": "kl", "lk_weight": 0.5, "l1_weight": 0.5, "teacher_temperature": 0.7}),
+        ("eagle3", {"start_layers": [-1], "num_key_value_heads": 4}),
         ("eagle3", {"layers": 2}),
         ("eagle3", {"layers": 2, "qk_norm": True, "row_fraction": 0.7}),
         ("eagle3", {"layers": 3, "fc_norm": "stream", "norm_output": True}),
@@ -384,14 +386,22 @@ def test_captured_step_equals_eager_step(family, fields):
                 assert relative(parameter.grad, 2 * gradient) < (2e-2 if gradient.ndim > 1 else 1e-1)
 
 
-def test_dropout_of_a_captured_step_follows_the_seed():
+@pytest.mark.parametrize(
+    ("family", "fields", "name"),
+    [
+        ("hydra", {"prefix_layer": True, "dropout": 0.2}, "blocks.1.residual.weight"),
+        ("eagle3", {"draft_vocab_size": 0, "feature_dropout": 0.2}, "fc.weight"),
+        ("eagle3", {"draft_vocab_size": 0, "feature_noise": 0.3}, "fc.weight"),
+    ],
+)
+def test_what_a_captured_step_draws_follows_the_seed(family, fields, name):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
     target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
-    head = build_head(FAMILIES["hydra"].config(prefix_layer=True, dropout=0.2), target.dims).cuda()
+    head = build_head(FAMILIES[family].config(**fields), target.dims).cuda()
     head.initialise(target.ends)
     captured = CapturedPacks(LossModule(head.train(), target.teacher, torch.bfloat16), len(head.terms))
     batch = target.extract(batch_of([64, 64], head.depth), head.spec)
@@ -402,7 +412,7 @@ def test_dropout_of_a_captured_step_follows_the_seed():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         torch.manual_seed(seed)
         captured.backward(batch, scale_T)
-        return head.blocks[1].residual.weight.grad.clone()
+        return head.get_parameter(name).grad.clone()
 
     step(1)  # captures
     first, again, other = step(1), step(1), step(2)

@@ -352,7 +352,7 @@ class Eagle3Head(AutoregressiveHead):
                 source = list(torch.arange(len(hidden_SD), device=hidden_SD.device).split(anchors.count_K))
             teacher_SU = teacher.logits(hidden_SD, self.draft_ids_U, compute_dtype(self.fc.weight))
             if self.config.teacher_temperature != 1:
-                teacher_SU = teacher_SU / self.config.teacher_temperature
+                teacher_SU.div_(self.config.teacher_temperature)
         weight = anchors.emphasised([inside_A[row] * on for row, on in zip(teacher_row, rows, strict=True)])
         output_MH, matrix, kind = self.rollout(batch), self.lm_head.weight, self.config.loss
         mix = (self.config.lk_weight, self.config.l1_weight)

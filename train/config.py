@@ -13,7 +13,7 @@ MOST_LR = 1000.0
 #: settings that earlier versions did not have; their defaults compute what those versions did
 ADDED = (
     "optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay", "patience", "choose_by", "rounds",
-    "failed_weight",
+    "failed_weight", "decay_ratio",
 )  # fmt: skip
 
 
@@ -62,9 +62,12 @@ class TrainConfig:
     warmup_ratio: float = 0.015
     #: Steps over which the rate climbs linearly to its peak.
     warmup_steps: int | None = None
-    #: The rate after warm-up: cosine (falls to train.min_lr_ratio at the end of the budget) or constant.
+    #: The rate after warm-up: cosine or linear (fall to train.min_lr_ratio at the end of the budget), wsd (constant,
+    #: then linear over the last train.decay_ratio of the budget) or constant.
     schedule: str = "cosine"
-    #: Last rate of the cosine, as a fraction of train.lr.
+    #: Part of the budget after warm-up over which train.schedule=wsd falls.
+    decay_ratio: float = 0.2
+    #: Last rate, as a fraction of train.lr.
     min_lr_ratio: float = 0.0
     #: Largest norm of the whole gradient; null does not clip by norm.
     clip_norm: float | None = 0.5
@@ -157,7 +160,7 @@ class TrainConfig:
         check(("average_decay",), "a number in [0, 1), or null", lambda rate: rate is None or _is_rate(rate))
         choices = {
             "optimizer": ("adamw", "muon"),
-            "schedule": ("cosine", "constant"),
+            "schedule": ("cosine", "linear", "wsd", "constant"),
             "mixed_precision": ("auto", "bf16", "no"),
             "parallel": ("auto", "replicated", "fsdp2", "zero2", "zero3"),
             "capture": ("auto", "on", "off"),
@@ -172,6 +175,7 @@ class TrainConfig:
         check(("betas",), "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(map(_is_rate, betas)))
         check(("warmup_ratio",), "a fraction in [0, 1)", lambda ratio: 0 <= ratio < 1)
         check(("warmup_steps",), "0 or more", lambda steps: steps is None or steps >= 0)
+        check(("decay_ratio",), "a fraction above 0, at most 1", lambda ratio: 0 < ratio <= 1)
         check(("min_lr_ratio",), "a fraction in [0, 1]", lambda ratio: 0 <= ratio <= 1)
         check(("tau_depth",), "1 or more", lambda depth: depth is None or depth > 0)
 

@@ -63,10 +63,10 @@ class Budget:
 def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) -> float:
     """The learning rate of the next step, as a fraction of the peak rate.
 
-    It climbs linearly, then falls on a cosine from 1 to `min_lr_ratio` (or stays constant). Under a limit of steps or
-    epochs it depends on `step` alone, so a resumed run has the same rates. Under a limit of time it follows the part of
-    the time that is gone. Under both it follows the larger part. It is above 0 from the first step on, because a step
-    at rate 0 would be wasted.
+    It climbs linearly, then falls from 1 to `min_lr_ratio` as `schedule` says (or stays constant). Under a limit of
+    steps or epochs it depends on `step` alone, so a resumed run has the same rates. Under a limit of time it follows
+    the part of the time that is gone. Under both it follows the larger part. It is above 0 from the first step on,
+    because a step at rate 0 would be wasted.
 
     Example: 10 steps, 2 of warm-up: 0.5, 1, then a cosine over the other eight: 1, 0.96, 0.85, …
 
@@ -86,8 +86,13 @@ def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) ->
     if config.schedule == "constant":
         return warm
     part = (spent - start) / (1.0 - start) if start < 1.0 else 0.0
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(part, 0.0), 1.0)))
-    return warm * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    part = min(max(part, 0.0), 1.0)
+    high = 0.5 * (1.0 + math.cos(math.pi * part))
+    if config.schedule == "linear":
+        high = 1.0 - part
+    elif config.schedule == "wsd":
+        high = min(1.0, (1.0 - part) / config.decay_ratio)
+    return warm * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * high)
 
 
 class Together(torch.optim.Optimizer):

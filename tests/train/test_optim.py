@@ -29,6 +29,17 @@ def test_min_ratio_and_constant():
     assert factors(TrainConfig(steps=4, warmup_steps=2, schedule="constant"), 4) == [0.5, 1, 1, 1]
 
 
+def test_linear_and_constant_then_linear():
+    shared = dict(steps=10, warmup_steps=2)
+    assert factors(TrainConfig(schedule="linear", **shared), 10) == pytest.approx(
+        [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    )
+    held = factors(TrainConfig(schedule="wsd", decay_ratio=0.5, min_lr_ratio=0.1, **shared), 10)
+    assert held == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.5, 0.1 + 0.9 * 0.25])
+    timed, budget = TrainConfig(max_seconds=100, warmup_ratio=0.0, schedule="wsd"), Budget(None, None, 100.0)
+    assert [lr_factor(timed, budget, 3, t) for t in (0.0, 80.0, 90.0, 100.0)] == pytest.approx([1, 1, 0.5, 0])
+
+
 def test_timed_run_follows_the_clock_and_not_the_step():
     config = TrainConfig(max_seconds=100, warmup_ratio=0.1)
     budget = Budget.of(config, None)
@@ -79,7 +90,12 @@ def test_half_precision_master_weights_are_refused():
     [
         ({}, "no budget is set"),
         ({"steps": 0}, "train.steps: found 0"),
-        ({"steps": 1, "schedule": "linear"}, "train.schedule: found 'linear', expected one of cosine, constant"),
+        ({"steps": 1, "schedule": "step"}, "train.schedule: found 'step', expected one of cosine, linear, wsd, const"),
+        ({"steps": 1, "decay_ratio": 0.0}, "train.decay_ratio: found 0.0"),
+        ({"steps": 1, "optimizer": "sgd"}, "train.optimizer: found 'sgd', expected one of adamw, muon"),
+        ({"steps": 1, "average_decay": 1.0}, "train.average_decay: found 1.0"),
+        ({"steps": 1, "rounds": 0}, "train.rounds: found 0, expected 1 or more"),
+        ({"steps": 1, "token_weight_decay": -0.1}, "train.token_weight_decay: found -0.1"),
         ({"steps": 1, "betas": [0.9]}, "train.betas"),
         ({"steps": 1, "betas": [0.9, {"lr": 1}]}, "train.betas"),
         ({"steps": 1, "warmup_ratio": 1.5}, "train.warmup_ratio"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -37,6 +39,34 @@ def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from all_keys(typing.cast(type, hint), f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def keep_words(layer: Layer, schema: type) -> Layer:
+    """The layer with the words themselves where YAML read true or false and the setting is text.
+
+    `train.capture=off` and `train.mixed_precision=no` are the words `off` and `no`, which YAML takes for false.
+    """
+    values = copy.deepcopy(layer.values)
+    for key, word in layer.words.items():
+        node: Any = values
+        hint: Any = schema
+        *parents, last = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key)]
+        for part in (*parents, last):
+            inner = dataclass_of(hint)
+            if isinstance(part, str):
+                hint = _hints(inner).get(part) if inner is not None else None
+        for part in parents:
+            node = node[part] if isinstance(node, dict | list) and _holds(node, part) else None
+        # a later override may have put another value there
+        if hint in (str, str | None) and isinstance(node, dict | list) and _holds(node, last):
+            node[last] = word if isinstance(node[last], bool) else node[last]
+    return dataclasses.replace(layer, values=values)
+
+
+def _holds(node: dict[Any, Any] | list[Any], part: str | int) -> bool:
+    if isinstance(node, list):
+        return isinstance(part, int) and part < len(node)
+    return part in node
 
 
 def check_keys(layer: Layer, values: Any, schema: type, prefix: str, known: list[str]) -> None:

@@ -27,7 +27,7 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.files import is_file
 from headstart.recipes.consent import require_consent
 from headstart.recipes.environment import from_environment, put_back
-from headstart.recipes.keys import all_keys, check_keys, wrong_type
+from headstart.recipes.keys import all_keys, check_keys, keep_words, wrong_type
 from headstart.recipes.read import (
     PARSING,
     SHOWN,
@@ -204,6 +204,7 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
     known = sorted(all_keys(schema))
     for layer in map(_without_retired, layers):
         layer = _whole_list(layer, merged, schema, known) if layer.edit is not None else layer
+        layer = keep_words(layer, schema)
         check_keys(layer, layer.values, schema, "", known)
         try:
             merged = typing.cast(DictConfig, OmegaConf.merge(merged, layer.values))

@@ -63,6 +63,7 @@ class Layer:
         label: the file's path, or "override", for messages.
         values: nested mapping.
         lines: dotted key → line number from 1 (files only).
+        words: dotted key → the word that YAML reads as true or false there: no, on, … A setting that is text keeps it.
         edit: a change to a list of an earlier layer, instead of values.
         file: the file that it was read from; None for what the command line says.
     """
@@ -70,6 +71,7 @@ class Layer:
     label: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
     edit: Edit | None = None
     file: Path | None = None
 
@@ -116,7 +118,8 @@ def read_layer(path: Path) -> Layer:
         raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
     except PARSING as error:
         raise ConfigError(f"{path}: {first_line(error)}") from error
-    layer = Layer(str(path), typing.cast(dict[str, Any], values), dict(_key_lines(node)), file=path)
+    lines, words = dict(_key_lines(node)), dict(_words(node))
+    layer = Layer(str(path), typing.cast(dict[str, Any], values), lines, words, file=path)
     require_plain(layer, layer.values)
     return layer
 
@@ -149,6 +152,18 @@ def _key_lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, 
             name = f"{prefix.removesuffix('.')}[{index}]"
             yield name, value.start_mark.line + 1
             yield from _key_lines(value, f"{name}.")
+
+
+def _words(node: yaml.Node | None, name: str = "") -> Iterator[tuple[str, str]]:
+    """The words of a YAML text that are read as true or false, by dotted key."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _words(value, f"{name}.{key.value}".lstrip("."))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _words(value, f"{name}[{index}]")
+    elif isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:bool":
+        yield name, node.value
 
 
 def require_plain(layer: Layer, value: Any, key: str = "") -> None:
@@ -196,6 +211,7 @@ def read_overrides(overrides: Sequence[str]) -> list[Layer]:
             if layers[-1].edit is not None:
                 layers.append(Layer("override", {}))
             _put(layers[-1].values, typing.cast(tuple[str, ...], path), value)
+            layers[-1].words.update(_words(yaml.compose(value_text, Loader=yaml.SafeLoader), ".".join(map(str, path))))
             require_plain(layers[-1], layers[-1].values)
         else:
             layers.append(Layer("override", {}, edit=Edit(key, path, value)))

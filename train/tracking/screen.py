@@ -12,6 +12,7 @@ done and since when. The innermost phase and the innermost bar are shown.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -109,7 +110,7 @@ class Bar(Phase):
         super().__init__(name, clock())
         self.unit, self.note, self.grown, self.told = plain(unit), "", self.since, -1.0
         self.first: str | None = None
-        self._clock = clock
+        self._clock, self._first_grown = clock, math.inf
         # not started: it draws nothing, and estimates
         self._progress = Progress(auto_refresh=False, get_time=clock, speed_estimate_period=RATE_S)
         self._progress.add_task(self.name, total=total)
@@ -130,18 +131,24 @@ class Bar(Phase):
     def update(self, done: float, total: float | None = None, note: str | None = None) -> None:
         if done > self.done:
             self.grown, self.first = self._clock(), None
+            self._first_grown = min(self._first_grown, self.grown)
         self._progress.update(self._task.id, completed=done, total=total)
         self.note = self.note if note is None else plain(note)
 
     def rate(self) -> float | None:
-        """Units per second, None before two counts or of a limit of time."""
-        return None if self.unit == "s" else self._task.speed or None
+        """Units per second. None of a limit of time, and before counts cover LOOK_S: answers of a batch may come in
+        one moment, which tells no rate."""
+        if self.unit == "s" or self.grown - self._first_grown < LOOK_S:
+            return None
+        return self._task.speed or None
 
     def left(self) -> float | None:
         """Seconds that the rest takes at the present rate; None where no rate is known, and at the end."""
         if self.over or self.total is None:
             return None
-        return self.total - self.done if self.unit == "s" else self._task.time_remaining
+        if self.unit == "s":
+            return self.total - self.done
+        return None if self.rate() is None else self._task.time_remaining
 
     def counted(self) -> str:
         """12 of 280 steps."""

@@ -54,6 +54,21 @@ def test_what_is_said_breaks_the_silence_and_the_innermost_phase_is_named() -> N
     assert len(out.getvalue().splitlines()) == 2
 
 
+def test_answers_of_a_batch_that_come_in_one_moment_tell_no_pace() -> None:
+    """8 answers within 10 ms after 9 s are not 800 answers/s. Two batches tell: 8 answers in 10 s."""
+    screen, clock, _ = piped()
+    with screen.bar("distill", "answers", 24) as bar:
+        clock.now += 9
+        for done in range(1, 9):
+            clock.now += 0.00125
+            bar.update(done)
+        assert bar.rate() is None and bar.left() is None
+        assert bar.line(clock.now) == "distill: 8 of 24 answers"
+        clock.now += 10
+        bar.update(16)
+        assert bar.rate() == pytest.approx(15 / 10, rel=0.01)  # the first count begins the pace
+
+
 def test_the_time_left_comes_from_the_pace_and_is_not_the_time_so_far() -> None:
     """30 s so far, 2,970 s left."""
     screen, clock, out = piped()
@@ -165,7 +180,7 @@ def show_everything() -> None:
                 time.sleep(0.1)
         note = "loss 12.3456  accepted length 1.23  12,345 tokens/s  MFU 31%  coverage 99%  lr 1e-05"
         with screen.bar("train", "steps", 12_345) as bar:
-            for step in range(20):
+            for step in range(40):
                 bar.update(step, note=note)
                 time.sleep(0.05)
             with screen.phase("validating", said=False):

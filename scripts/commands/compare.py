@@ -60,6 +60,8 @@ def _work(file: str, overrides: list[str], side_by_side: int) -> Work:
     config, settings, path = load_comparison(file, overrides)
     budget = {"kind": config.budget.kind, "value": getattr(config.budget, config.budget.kind)}
     measured = {**asdict(config.measure), "sets": config.sets}
+    # a draft is timed with the speed-up, or else beside τ, where no other process shares the card
+    measured["cycle_parts"] = not config.measure.speed.enabled and side_by_side == 1
     work = Work(
         config.name, config.place, make_cells(config, settings, path), measured, command_line(), budget, side_by_side
     )

@@ -30,7 +30,7 @@ class Place:
 
     Attributes:
         number: of the place. gpu: as CUDA_VISIBLE_DEVICES names it, None = the CPU.
-        first: whether its process measures what was trained, too.
+        first: whether its process times the heads, too. Nothing else runs on its card then.
         starts: how often a process was started here. over: whether it has done what it was told last.
     """
 
@@ -59,14 +59,14 @@ class Team:
         self._said = ""
 
     def run(self) -> None:
-        """Every phase, one after the other: all processes train; the first of each card measures, then times."""
+        """Every phase, one after the other: all processes train, all measure τ, the first of each card times."""
         (self.work.folder / "workers").mkdir(parents=True, exist_ok=True)
         useful = self.places[: max(len(self.work.cells), 1)]
         try:
             self._phase("train", useful)
+            self._phase("measure", useful)
             self._leave([place for place in useful if not place.first])
             first = [place for place in useful if place.first]
-            self._phase("measure", first)
             if self.work.measure["speed"]["enabled"]:
                 self._phase("time", first)
             self._leave(first)

@@ -24,7 +24,7 @@ HOW = ("run", "run: tiny", "needs: minutes", "needs: gpu", "needs: server", "nee
 #: what may stand for a name: words in capitals, names of somebody's files and repositories
 PLACEHOLDER = re.compile(
     r"\b(RECIPE|DIR|FILE|TARGET|NAME|NEW|RUN|T)\b|\buser/|\b(my_\w+|log|ours|spec_bench|humaneval|tau_check|prompts)\.jsonl"
-    r"|runs/(mine|first)/"
+    r"|runs/(mine|first|a|b)\b"
 )
 FENCE = re.compile(
     r"^(?:<!-- (?P<how>(?:run|needs)[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S

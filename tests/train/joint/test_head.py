@@ -21,6 +21,7 @@ from headstart.heads.targets.adapter import adapter_off
 from headstart.heads.targets.tuned import MergedAdapter
 from headstart.train.captured import PackShape
 from headstart.train.joint.head import JointHead
+from headstart.train.optim import muon_matrices
 from headstart.train.step import LossModule
 
 
@@ -48,6 +49,13 @@ def twin(head: JointHead, tuned: bool = True):
 def naive_gradients(total: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), found, strict=True)}
+
+
+def test_muon_trains_the_inner_head_s_matrices_and_not_the_adapter():
+    head = joint_head(config_of(), MedusaConfig(depth=2, lm_head="lowrank", rank=5))
+    found = muon_matrices(head)
+    assert found and found == {f"inner.{name}" for name in muon_matrices(head.inner)}
+    assert any(name.startswith("adapter.") for name, _ in head.named_parameters())
 
 
 @pytest.mark.parametrize("loss", ["kl", "ce"])

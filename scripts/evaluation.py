@@ -25,7 +25,7 @@ from headstart.quality_guard import summary
 from headstart.saved_heads import trained_otherwise
 from headstart.training_record import run_of, training_record
 
-#: what takes long before the first answer
+#: what takes long before the first answer on a GPU
 FIRST = "the first one compiles kernels and captures cycles:"
 #: what a report says of an untrained head, whose weights are random
 UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
@@ -51,7 +51,8 @@ def measure(
     warning = trained_otherwise(place, target)
     if warning is not None:
         console.say(warning)
-    with console.progress("eval", "prompts", notes=True, first=FIRST) as advance:
+    first = FIRST if target.device.type == "cuda" else None
+    with console.progress("eval", "prompts", notes=True, first=first) as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=advance)
     report.notes += [warning] if warning is not None else []
     if place is not None and (cost := notes(place).get("quality")):

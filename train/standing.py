@@ -103,7 +103,8 @@ class Standing:
         self.config, self.run_dir, self.stream, self.budget, self.meters = config, run_dir, stream, budget, meters
         self.rank, self.size = rank, size
         total, unit = (budget.seconds, "s") if budget.seconds else (float(budget.steps or 1), "steps")
-        self.screen, self.reporter = screen, Reporter(screen, total, unit)
+        first = "the first step may compile kernels:" if torch.cuda.is_available() else None
+        self.screen, self.reporter = screen, Reporter(screen, total, unit, first)
         self.tracker: RunTracker | None = None
         self.patience = Patience(config.patience, self.reporter.say)
         self.signal = StopSignal(self._say_stop)

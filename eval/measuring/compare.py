@@ -25,8 +25,8 @@ from headstart.heads.formats.plots import drawn, save_figure
 BATCHES, PAGE = "batches.png", "comparison.html"
 COLUMNS = (
     "run", "target", "drafter", "tree", "temperature", "acceptance", "batch", "prompts", "τ", "95 %", "by position",
-    "plain tok/s", "spec. tok/s", "speed-up (clock)", "first token ms", "plain ms/token", "spec. ms/token", "identical",
-    "device",
+    "plain tokens/s", "spec. tokens/s", "speed-up (clock)", "first token ms", "plain ms/token", "spec. ms/token",
+    "identical", "device",
 )  # fmt: skip
 #: rows of the terminal's table below which a line is drawn
 GROUPS = ("prompts", "by position", "speed-up (clock)", "spec. ms/token")

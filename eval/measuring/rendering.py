@@ -29,7 +29,7 @@ from headstart.heads.formats.flags import LOSSLESS_RULES, TITLES
 from headstart.heads.formats.plots import draw_plots, first_plot_note
 
 COLUMNS = (
-    "task", "prompts", "τ", "95 %", "acceptance by position", "plain tok/s", "spec. tok/s", "speed-up (clock)",
+    "task", "prompts", "τ", "95 %", "acceptance by position", "plain tokens/s", "spec. tokens/s", "speed-up (clock)",
     "identical",
 )  # fmt: skip
 #: one more column for batches, whose rows end at different times
@@ -128,8 +128,8 @@ def latency_cells(latency: dict[str, dict[str, float | None] | None] | None) -> 
 
 
 SWEEP_COLUMNS = (
-    "rows", "prompts", "plain tok/s", "spec. tok/s", COLUMNS[-2], ROW_COLUMN, "τ", "plain per token", "spec. per token",
-    "active",
+    "rows", "prompts", "plain tokens/s", "spec. tokens/s", COLUMNS[-2], ROW_COLUMN, "τ", "plain per token",
+    "spec. per token", "active",
 )  # fmt: skip
 
 

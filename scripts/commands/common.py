@@ -137,7 +137,7 @@ def command_body(as_json: bool, alone: str | None = None, libraries: bool = Fals
             inside.enter_context(terminable())
             inside.enter_context(interruptible(console.screen.ask))
             inside.enter_context(console.stdout_guard())
-            inside.enter_context(console.phase(f"headstart {alone}" if alone else "headstart", False, drawn=False))
+            inside.enter_context(console.phase(f"headstart {alone}" if alone else "working", False, drawn=False))
             startup.over()
             if alone is not None or libraries:
                 _load_libraries(alone, console)

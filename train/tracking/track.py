@@ -229,12 +229,13 @@ class Reporter:
 
     Args:
         total, unit: what the run is measured by: steps, or seconds.
+        first: see Bar.
     """
 
-    def __init__(self, screen: Screen, total: float, unit: str):
+    def __init__(self, screen: Screen, total: float, unit: str, first: str | None = None):
         self.screen = screen
         self._bar = screen.new_bar("train", unit, total)
-        self._bar.first = "the first step may compile kernels:"
+        self._bar.first = first
         self._explained = False
 
     def start(self) -> None:

@@ -124,7 +124,7 @@ def test_the_terminal_cuts_nothing(width: int, runs: int) -> None:
     for name, value in (
         ("target", "SmolLM2-135M-Instruct"), ("drafter", "eagle3"), ("tree", "dynamic60"), ("batch", "1"),
         ("prompts", "1000"), ("95 %", "2.25–2.75"), ("by position", ".875 .766 .655 .544 .433 .322"),
-        ("plain tok/s", "12345.6"), ("spec. tok/s", "23456.7"), ("speed-up (clock)", "10.25× (10.12–10.38)"),
+        ("plain tokens/s", "12345.6"), ("spec. tokens/s", "23456.7"), ("speed-up (clock)", "10.25× (10.12–10.38)"),
     ):  # fmt: skip
         assert rows[name] == [value] * runs
     said = " ".join(text.split())

@@ -57,7 +57,7 @@ ANSWERING_ON_CPU_S = 300.0
 #: on a CPU: settings with which a run takes minutes (those of the recipe quickstart, and clocks)
 CPU: dict[str, Any] = {
     "target.device": "cpu", "target.dtype": "float32", "head.depth": 4, "head.draft_vocab_size": 4096,
-    "data.pack_tokens": 1024, "train.max_seconds": 480.0, "train.tau_prompts": 2, "train.tau_tokens": 32,
+    "data.pack_tokens": 1024, "train.max_seconds": 420.0, "train.tau_prompts": 2, "train.tau_tokens": 32,
     "eval.limit": 12, "eval.max_new_tokens": 128, "eval.tree.kind": "chain", "eval.tree.depth": 3,
     "tune.batch_sizes": [1, 4, 16],
 }  # fmt: skip

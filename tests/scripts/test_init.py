@@ -67,7 +67,7 @@ def test_a_recipe_for_the_cpu(headstart: Callable, tiny_target: Path, conversati
     assert (recipe.target.device, recipe.target.dtype) == ("cpu", "float32")
     # every engine but TGI loads EAGLE-3 for a Llama
     assert recipe.head.type == "eagle3" and "vLLM, SGLang, TensorRT-LLM, llama.cpp" in made.err
-    assert recipe.head.depth == 4 and recipe.train.max_seconds == 480 and recipe.train.accumulation == 1
+    assert recipe.head.depth == 4 and recipe.train.max_seconds == 420 and recipe.train.accumulation == 1
     assert recipe.data.pack_tokens == 1024 and recipe.data.features == "stored"
     # the longest of the conversations has fewer than 256 tokens; 24 of 24 held out would leave none: a fifth at most
     assert recipe.data.max_length == 256 and recipe.data.held_out_fraction == 0.2

@@ -84,7 +84,7 @@ def _read(source: FeatureSource, packs: Sequence[Sequence[int]], rank: int) -> F
 
 
 def _chosen(lengths: Sequence[int], live: bool, seed: int) -> list[int]:
-    """Indices of the samples that the target is asked about, ascending."""
+    """Indices of the samples that the target is asked about. Live ones stand by length: a pack is then one forward."""
     if not live:
         return list(range(len(lengths)))
     budget = min(max(sum(lengths) // PART, LEAST), MOST)
@@ -94,7 +94,7 @@ def _chosen(lengths: Sequence[int], live: bool, seed: int) -> list[int]:
             break
         chosen.append(index)
         budget -= lengths[index]
-    return sorted(chosen)
+    return sorted(chosen, key=lambda index: (lengths[index], index))
 
 
 def drafted_tokens(sample: Sample) -> np.ndarray:

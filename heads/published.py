@@ -173,6 +173,8 @@ class _Boundary:
             return _command(item, self.private)
         if place[-2:] == ("divergences", "id"):
             return self.prompt_id(item)
+        if place[-2:] == ("samples", "task"):
+            item = self.tasks.get(item, item)
         rule = _rule(place)
         if rule is not None:
             # a variable's value is replaced here even if it is short

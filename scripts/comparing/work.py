@@ -202,6 +202,7 @@ class Worker:
         target = self.target(config)
         head = bound_head(run.head_dir, target)
         recipe = {**recipe_of_head(to_dict(run.recipe), run.head_dir), "eval": asdict(settings)}
+        settings = replace(settings, samples=0)  # no page shows them
         report = measure(target, head, settings, self.console, recipe, {"path": str(run.head_dir)}, False, run.head_dir)
         begin()
         return {"report": str(report.save(place)), "tau": report.tau}

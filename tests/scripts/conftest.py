@@ -113,6 +113,7 @@ def blank_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
     if "real_figures" not in request.fixturenames:
         monkeypatch.setattr("headstart.heads.formats.plots.save_figure", save)
+        monkeypatch.setattr("headstart.eval.measuring.page.page.svg_of", lambda figure, name: "<svg></svg>")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     assert first.code == 0, first.err
     run = tmp_path / "run"
     made = ("recipe.yaml", "data/distilled.jsonl", "data/held_out.jsonl", "data/report.json", "checkpoints",
-            "head/model.safetensors", "report.json", "report.md", "metrics.jsonl", "export")  # fmt: skip
+            "head/model.safetensors", "report.json", "report.md", "report.html", "metrics.jsonl", "export")  # fmt: skip
     assert [name for name in made if not (run / name).exists()] == []
     for name in ("acceptance.png", "tasks.png"):  # drawn: neither empty nor cut
         assert (run / name).stat().st_size > 5000 and (run / name).read_bytes().endswith(b"IEND\xaeB`\x82")

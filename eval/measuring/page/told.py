@@ -36,9 +36,12 @@ class Shown:
     tokens: list[Token]
 
 
-def visible(piece: str) -> str:
-    """A token's text: line ends and what is empty are made visible, control characters too."""
-    return plain(piece).replace("\n", "⏎\n").replace("\t", "⇥\t") or "␣"
+def visible(piece: str, breaks: bool = True) -> str:
+    """A token's text: line ends and what is empty are made visible, control characters too.
+
+    Args: breaks: whether a line end also breaks the line; what was rejected did not.
+    """
+    return plain(piece).replace("\n", "⏎\n" if breaks else "⏎").replace("\t", "⇥\t") or "␣"
 
 
 def samples(runs: Runs) -> list[Shown]:
@@ -68,7 +71,8 @@ def _tokens(sample: dict[str, Any]) -> Iterator[Token]:
             first = place == len(accepted) + 1
             why = "the target wrote something else" if first else "stood behind a rejected draft"
             kind = "rejected" if first else "later"
-            yield Token(kind, visible(piece), f"cycle {number}: drafted at position {place} and rejected: {why}")
+            title = f"cycle {number}: drafted at position {place} and rejected: {why}"
+            yield Token(kind, visible(piece, breaks=False), title)
         if cycle["own"] is not None:
             nothing = "" if cycle["drafted"] else ", nothing was drafted"
             yield Token("target", visible(cycle["own"]), f"cycle {number}: written by the target{nothing}")
@@ -83,7 +87,7 @@ def failures(runs: Runs) -> Table | None:
             for cycle in sample["cycles"]:
                 cycles += bool(cycle["drafted"])
                 if cycle["rejected"] and cycle["own"] is not None:
-                    pairs[visible(cycle["rejected"][0]), visible(cycle["own"])] += 1
+                    pairs[visible(cycle["rejected"][0], False), visible(cycle["own"], False)] += 1
     if not pairs:
         return None
     # of equal counts, by text: the page of a report is always the same

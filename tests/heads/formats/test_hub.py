@@ -322,6 +322,48 @@ def test_plots_show_what_was_measured(tmp_path: Path) -> None:
     assert draw_plots(plain, tmp_path / "plain") == ["tasks.png"]
 
 
+def test_the_texts_of_prompts_are_not_uploaded(hub: Any, exported: Path) -> None:
+    sample = {"task": "t", "prompt": "a secret", "first": "x", "cycles": [], "tau": 1.0, "finish_reason": "stop"}
+    given = {**REPORT, "samples": [sample]}
+    push_export(exported, TO, given, api_of(hub))
+    assert json.loads(hub.files["report.json"]) == {**REPORT, "samples": None}
+    assert b"a secret" not in b"".join(bytes(content) for content in hub.files.values())
+    assert given["samples"] == [sample]  # the caller's report is as it was
+
+
+def test_plots_show_values_intervals_and_whose_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, tuple[str, set[str], int]] = {}
+
+    def save(figure: Any, place: Path) -> None:
+        texts = {text.get_text() for axes in figure.axes for text in axes.texts}
+        ends = sum(len(part.get_segments()) for axes in figure.axes for part in axes.collections)
+        drawn[place.name.split(".png")[0].lstrip(".")] = (figure.get_suptitle(), texts, ends)
+        place.write_bytes(b"")
+
+    monkeypatch.setattr(plots, "save_figure", save)
+    speeds = {"baseline_tokens_per_s": 20.0, "speculative_tokens_per_s": 30.0, "tau": 2.0, "tau_ci95": [1.9, 2.1]}
+    sweeps = {"batch": {"points": [{"batch": n, "speedup": 1 + n / 8, **speeds} for n in (1, 2)]}}
+    tasks = {name: {**ROW, "tau_ci95": [1.75, 2.0], "speedup_ci95": [1.25, 1.625]} for name in "ab"}
+    report = {
+        **REPORT, "drafter": "eagle3", "target": {"name": "SmolLM2"}, "tasks": tasks, "sweeps": sweeps,
+        "cycle": {"draft_ms": 1.0, "verify_ms": 2.0, "rest_ms": 0.5},
+    }  # fmt: skip
+    assert draw_plots(report, tmp_path) == ["acceptance.png", "tasks.png", "cycle.png", "speedup_by_batch.png"]
+    assert {title for title, _, _ in drawn.values()} == {"eagle3 on SmolLM2, chain2"}
+    by_name = {next(key for key in ("acceptance", "tasks", "cycle", "batch") if key in name): value
+               for name, value in drawn.items()}  # fmt: skip
+    assert by_name["acceptance"][1] == {"0.51", "0.32"}
+    assert by_name["tasks"][1] == {"1.83", "1.50"} and by_name["tasks"][2] == 6  # τ and speed-up of all, a and b
+    assert by_name["cycle"][1] == {"3.50", f"{3.5 / 1.834:.2f}", "50.00"}
+    assert by_name["batch"][1] == {"1.12", "1.25"} and by_name["batch"][2] == 2
+
+
+def test_a_single_bar_is_not_drawn(tmp_path: Path) -> None:
+    alone = {**REPORT, "tasks": {}, "speedup": None, "per_position_acceptance": [0.5]}
+    assert draw_plots(alone, tmp_path) == [] and list(tmp_path.iterdir()) == []
+    assert draw_plots({**alone, "speedup": 1.5}, tmp_path) == ["tasks.png"]
+
+
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [

@@ -134,7 +134,8 @@ class Standing:
 
     def log_step(self, values: dict[str, float]) -> None:
         """Write the record of a training step: `values`, and how far the run is."""
-        self.patience.note_loss(values["train/loss"])
+        if "train/loss" in values:  # not so where all steps were skipped
+            self.patience.note_loss(values["train/loss"])
         epoch = self.stream.locate(max(self.state.packs - 1, 0)).epoch
         self.log({**values, "epoch": epoch, "seconds": self.elapsed(), "supervised_tokens": self.state.supervised})
 

@@ -164,17 +164,6 @@ def settled_here(recipe: Recipe) -> tuple[Recipe, tuple[Recipe, Chosen] | None]:
     return chosen.into(recipe), (recipe, chosen)
 
 
-def alike(recipe: Recipe) -> Recipe:
-    """The recipe with the settings that `auto` chooses where memory does not matter, so that runs which are compared
-    have the same ones on every device: the largest packs, and features that are held."""
-    data = recipe.data
-    if is_auto(recipe):
-        data = replace(data, pack_tokens=PACKS[0])
-    if data.features == "auto":
-        data = replace(data, features="online" if recipe.joint.enabled else "memory")
-    return replace(recipe, data=data)
-
-
 def settled_on_ranks(
     recipe: Recipe, device: torch.device, ranks: int, node_ranks: int
 ) -> tuple[Recipe, tuple[Recipe, Chosen] | None]:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headstart.auto import alike
 from headstart.comparing.config import CompareConfig, EntryConfig, recipe_of
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import read_json, write_json
@@ -70,7 +69,7 @@ class Cell:
             raise ConfigError(f"cell {self.name}: {error}") from None
         if recipe.target.template_date is None and template_date is not None:
             recipe.target = replace(recipe.target, template_date=template_date)
-        return alike(recipe)
+        return recipe
 
 
 @dataclass

@@ -153,12 +153,3 @@ def test_features_are_held_where_they_fit(
     assert large["layout"]["features"] == "online" and large["fits"]
     refused = headstart("plan", recipe, "data.features=memory", "--json", "data.max_length=1000", *many)
     assert refused.code == 2
-
-
-def test_runs_that_are_compared_have_the_same_packs(recipe: Path) -> None:
-    asked = load_recipe(recipe, ["data.pack_tokens=auto", "data.features=auto"])
-    fixed = auto.alike(asked)
-    assert (fixed.data.pack_tokens, fixed.data.features) == (16384, "memory")
-    assert auto.alike(fixed) == fixed
-    tuned = load_recipe(recipe, ["data.features=auto", "joint.enabled=true", "head.draft_vocab_size=0"])
-    assert auto.alike(tuned).data.features == "online"

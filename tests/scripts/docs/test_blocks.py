@@ -280,14 +280,17 @@ def test_blocks_run(block: Block, reader: Path, headstart: Callable[..., Any]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in BASH if block.how == "run: tiny"], ids=str)
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BASH if block.how == "run: tiny"))
 def test_blocks_run_with_a_tiny_target(
-    block: Block, reader: Path, tiny_target: Path, headstart: Callable[..., Any]
+    page: str, reader: Path, tiny_target: Path, headstart: Callable[..., Any]
 ) -> None:
-    for words in commands(block.text):
-        if words[0] == "headstart":
+    """All of a page, one after the other: later commands go on with what earlier ones made."""
+    blocks_of_page = [block for block in BASH if block.how == "run: tiny" and block.page == page]
+    for block in blocks_of_page:
+        for words in commands(block.text):
+            assert words[0] == "headstart"
             done = run_tiny(words, tiny_target, headstart)
-            assert done.code == 0, f"{words}\n{done.err}"
+            assert done.code == 0, f"{block}: {words}\n{done.err}"
 
 
 def test_the_script_that_follows_the_laptop_walk_through_types_its_commands() -> None:

@@ -75,6 +75,13 @@ class Patience:
             )
         return after
 
+    def ending(self, known: dict[str, Any]) -> str:
+        """Why training stops, in words."""
+        return (
+            f"train.patience: {known[WORSE]} validations in a row found no longer accepted length along held-out text "
+            f"than {known[BEST]:.3f} of step {known[STEP]}: training stops at step {known[LAST]}"
+        )
+
     def spent(self, known: dict[str, Any]) -> bool:
         """Whether training stops now."""
         return bool(self.patience) and known.get(WORSE, 0) >= self.patience

@@ -189,6 +189,7 @@ class Standing:
         if self.agreed.stop:
             return "signal"
         if self.patience.spent(self.state.patience):
+            self.reporter.say(self.patience.ending(self.state.patience))
             return "patience"
         return self.budget.finished(self.state.step, self.agreed.elapsed)
 

@@ -64,6 +64,7 @@ def test_a_length_that_falls_while_the_loss_falls_is_told_once():
     assert known == {"length": 2.5, "loss": pytest.approx(2.0), "step": 2, "worse": 3, "said": True, "last": 5}
     assert patience.note(known, 6, {"valid/loss": 1.0}) == known  # no length was measured
     assert patience.note({**known, "last": 6}, 6, {"valid/walked_tau": 1.0})["worse"] == 3  # the same step once more
+    assert "found no longer accepted length along held-out text than 2.500 of step 2" in patience.ending(known)
     assert not patience.spent(known) and Patience(3, said.append).spent(known)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from importlib import resources
@@ -14,10 +13,11 @@ from rich.text import Text
 
 from headstart.comparing.rows import by_lever
 from headstart.eval.measuring.fitted import Fitted
+from headstart.eval.measuring.page.figures import FOREGROUND, drawing, legend, new_axes, style, svg_of
 from headstart.eval.measuring.rendering import number
 from headstart.heads.escape import line
 from headstart.heads.files import write_text
-from headstart.heads.formats.plots import drawn, new_figure
+from headstart.heads.formats.plots import drawn
 
 PAGE = "compare.html"
 GIB = 2**30
@@ -106,48 +106,42 @@ def render(values: dict[str, Any]) -> Group:
     return Group(*parts, *(Text(line(sentence)) for sentence in sentences(values)))
 
 
-def draw(values: dict[str, Any]) -> str | None:
-    """τ against the time of a draft, one panel per set, as SVG; None where no draft was timed.
+def draw(values: dict[str, Any]) -> list[str]:
+    """τ against the time of a draft, one SVG per set; none where no draft was timed.
 
-    Cells of one head share a colour. Those of the front are joined, and named.
+    Cells of one head share a colour and a mark. Those of the front are joined, and named.
     """
-    import matplotlib
-
-    rows = [row for row in values["rows"] if row.get("draft_ms") is not None]
-    sets = [name for name in values["sets"] if any(row.get(f"tau_{name}") is not None for row in rows)]
-    if not rows or not sets:
-        return None
-    figure, grid = new_figure(9.0, 4.2 * len(sets), len(sets))
-    axes_of = list(grid) if len(sets) > 1 else [grid[0] if isinstance(grid, list | tuple) else grid]
-    families = sorted({str(row["head"]) for row in rows})
-    for axes, name in zip(axes_of, sets, strict=True):
-        _panel(axes, [row for row in rows if row.get(f"tau_{name}") is not None], name, families)
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "headstart"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    timed = [row for row in values["rows"] if row.get("draft_ms") is not None]
+    families = sorted({str(row["head"]) for row in timed})
+    drawings = []
+    with drawing():
+        for name in values["sets"]:
+            rows = [row for row in timed if row.get(f"tau_{name}") is not None]
+            if rows:
+                figure, (axes,) = new_axes(4.0)
+                _panel(axes, rows, name, families)
+                legend(figure, axes, len(families) + 1)
+                drawings.append(svg_of(figure, f"front-{len(drawings)}"))
+    return drawings
 
 
 def _panel(axes: Any, rows: list[dict[str, Any]], name: str, families: Sequence[str]) -> None:
     key = f"tau_{name}"
+    for row in rows:
+        shown = {**style(families.index(str(row["head"]))), "linestyle": "none"}
+        low, high = row.get(f"{key}_ci95") or (row[key], row[key])
+        axes.plot([row["draft_ms"]] * 2, [low, high], color=shown["color"], linewidth=0.8)
+        axes.plot([row["draft_ms"]], [row[key]], **shown)
     for number_of, family in enumerate(families):
-        points = [row for row in rows if str(row["head"]) == family]
-        if points:
-            x, y = [row["draft_ms"] for row in points], [row[key] for row in points]
-            low = [row[key] - (row.get(f"{key}_ci95") or [row[key]])[0] for row in points]
-            high = [(row.get(f"{key}_ci95") or [row[key], row[key]])[1] - row[key] for row in points]
-            errors = [[max(value, 0.0) for value in low], [max(value, 0.0) for value in high]]
-            axes.errorbar(x, y, yerr=errors, fmt="o", color=f"C{number_of % 10}", label=drawn(family),
-                          elinewidth=0.7, alpha=0.9)  # fmt: skip
+        axes.plot([], [], **{**style(number_of), "linestyle": "none"}, label=drawn(family))
     front = sorted((row for row in rows if row.get(f"front_{name}")), key=lambda row: row["draft_ms"])
-    axes.plot([row["draft_ms"] for row in front], [row[key] for row in front], color="0.4", linewidth=1, zorder=0,
+    axes.plot([row["draft_ms"] for row in front], [row[key] for row in front], color=FOREGROUND, linewidth=1, zorder=0,
               label="Pareto front")  # fmt: skip
     for row in rows if len(rows) <= NAMED else front:
         axes.annotate(drawn(row["cell"]), (row["draft_ms"], row[key]), xytext=(4, 4), textcoords="offset points",
                       fontsize=7)  # fmt: skip
-    axes.set_xlabel("draft time per cycle, ms")
-    axes.set_ylabel(f"τ, {drawn(name)}")
-    axes.legend(fontsize=7)
+    axes.set(xlabel="draft time per cycle, ms", ylabel=f"τ, {drawn(name)}")
+    axes.margins(x=0.12)
 
 
 def write_page(values: dict[str, Any], folder: Path) -> Path:
@@ -157,11 +151,11 @@ def write_page(values: dict[str, Any], folder: Path) -> Path:
 
     template = resources.files("headstart.comparing").joinpath("page.html").read_text(encoding="utf-8")
     columns, rows = table_of(values)
-    svg = draw(values)
+    style_sheet = resources.files("headstart.eval.measuring.page").joinpath("page.css").read_text(encoding="utf-8")
     text = Environment(autoescape=True).from_string(template).render(
         values=values, columns=columns, rows=rows, seeds=seeds_table(values), sentences=sentences(values),
-        plot=None if svg is None else Markup(svg),  # matplotlib escapes what it draws
-        shown=value_text,
+        plots=[Markup(svg) for svg in draw(values)],  # matplotlib escapes what it draws
+        style=Markup(style_sheet),
     )  # fmt: skip
     write_text(folder / PAGE, text)
     return folder / PAGE

@@ -214,7 +214,7 @@ def eval_settings(recipe: Recipe, measured: dict[str, Any], name: str, held_out:
     Args: name: of a set, or SPEED. held_out: the prompts of the conversations that the cell held out.
     """
     speed = measured["speed"]
-    layers = [{"baseline": False, "cycle_parts": measured["cycle_parts"]}, measured["eval"]]
+    layers = [{"baseline": False, "cycle_parts": measured["cycle_parts"], "samples": 0}, measured["eval"]]
     if name == SPEED:
         first, *others = speed["batch_sizes"]
         fields = [settings["task_field"] for settings in measured["sets"].values() if settings.get("task_field")]

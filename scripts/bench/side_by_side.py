@@ -19,12 +19,14 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.metrics import Timed, acceptance, expected_tau
 from headstart.eval.measuring.sweep import fit
-from headstart.eval.scheduling.budget import budget_for
+from headstart.eval.scheduling.budget import Budget, budget_for
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 
 #: tokens per row that a way decodes before it is measured
 WARM_UP = 16
+#: shapes of a scheduler's cycles that are told, the most frequent ones
+SHOWN_SHAPES = 4
 
 
 @dataclass
@@ -240,7 +242,8 @@ class Bench:
             own = self._fields(way, runs, measured[0], contexts, batch)
             print(json.dumps(rounded(own), ensure_ascii=False), flush=True)
             rows.append(Row(**self.names, **own))
-        for line in summary(rows):
+        budgets = [(way.tree, way.chooser) for way in ways if isinstance(way.chooser, Budget)]
+        for line in (*summary(rows), *(line for tree, budget in budgets for line in chosen(tree, budget, batch))):
             print(line, flush=True)
         return rows
 
@@ -310,6 +313,21 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
         else round(value, 4) if isinstance(value, float) else value
         for name, value in values.items()
     }  # fmt: skip
+
+
+def chosen(tree: str, budget: Budget, batch: int) -> Iterator[str]:
+    """What the scheduler drafted in most cycles, how long such cycles take, and what it expected of them."""
+    shapes = budget.to_json()[str(batch)]["shapes"]
+    total = max(sum(shape["cycles"] for shape in shapes), 1)
+    for shape in sorted(shapes, key=lambda shape: -shape["cycles"])[:SHOWN_SHAPES]:
+        if shape["cycles"]:
+            levels = "all levels" if shape["levels"] is None else f"{shape['levels']} levels"
+            nodes = "" if shape["nodes"] is None else f" of {shape['nodes']} nodes a row"
+            rows = "" if shape["rows"] is None else f" cut to {shape['rows']} rows"
+            yield (
+                f"  {tree}, scheduled: {shape['cycles'] / total:.1%} of cycles draft {levels}{nodes}{rows}; "
+                f"{shape['ms']:.4f} ms, {shape['tokens_per_s']:,.0f} tokens/s of a row expected"
+            )
 
 
 def summary(rows: list[Row]) -> Iterator[str]:

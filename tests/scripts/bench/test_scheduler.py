@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,11 @@ def test_a_saved_head_is_measured_on_questions(
         assert row["context"] > 20 and row["max_new_tokens"] == 12
     for plain in (rows[0], rows[4]):
         assert plain["tau"] == 1.0 and plain["speedup"] == 1.0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    lines = capsys.readouterr().out.splitlines()
+    printed = [json.loads(line) for line in lines if line.startswith("{")]
     assert [(row["batch"], row["tree"]) for row in printed] == [(row["batch"], row["tree"]) for row in rows]
+    shares = [float(found[1]) for line in lines if (found := re.search(r"scheduled: ([\d.]+)% of cycles draft", line))]
+    assert shares and shares[0] == max(shares[: side_by_side.SHOWN_SHAPES]) and sum(shares) <= 2 * 100.1
 
 
 def test_synthetic_acceptance_gives_the_tau_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def recipe_of(name: str) -> str:
     return NAMES.get(name, name)
 
 
+@cache
+def resolve(name: str, *overrides: str) -> None:
+    """Resolve a recipe with overrides. Pages name the same ones again and again."""
+    load_recipe(recipe_of(name), overrides)
+
+
 def check_headstart(words: list[str]) -> None:
     """Parse the words by the command line, and resolve recipe and overrides."""
     command: Any = typer.main.get_command(app)
@@ -55,7 +62,7 @@ def check_headstart(words: list[str]) -> None:
 
 def check_settings(verb: str, given: dict[str, Any]) -> None:
     if "recipe" in given:
-        load_recipe(recipe_of(given["recipe"]), given.get("overrides") or [])
+        resolve(given["recipe"], *(given.get("overrides") or []))
     elif "arguments" in given and given.get("check") is None:
         recipe, overrides = split_recipe(given["arguments"])
         named = None if recipe is None else recipe_of(recipe)
@@ -88,7 +95,7 @@ def check_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch)
     """Let a module's own parser read the words."""
     if module == "headstart.train":
         words = [word for word in words if word != "--only-distill"]
-        load_recipe(recipe_of(words[0]), words[1:])
+        resolve(*words)
         return
     words = ["Llama" if word == "NAME" else word for word in words]
     real = argparse.ArgumentParser.parse_args
@@ -149,7 +156,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         script = program if "/" in program else next(word for word in rest if not word.startswith("-"))
         assert (ROOT / script).exists(), script
         if "scripts/launch/" in " ".join(words):
-            load_recipe(recipe_of(rest[-1]))
+            resolve(rest[-1])
     elif program == "pip":
         check_install(rest)
     elif program == "vllm":

@@ -137,6 +137,16 @@ def test_every_line_of_the_readmes_results_is_tested() -> None:
 
 
 GREEDY = "smollm2_answers.jsonl.gz"
+
+
+def test_other_pages_say_what_was_measured() -> None:
+    h100 = (ROOT / "docs/walkthrough-h100.md").read_text()
+    for case in ("fixed_all", "online_all"):
+        assert f"{training(case, 'H100', preset='llama-3.1-8b'):,.0f}" in h100, case
+    (row,) = (row for row in rows("smollm2") if "H200" not in row["card"] and "H100" not in row["card"])
+    assert f"τ of {row['tau']:.2f}" in (ROOT / "docs/quickstart.md").read_text()
+
+
 #: line of choosing.md → (head, chain, data) of smollm2.json
 CHOICE = {
     "| DSpark, 2 layers": ("dspark", "chain7"),

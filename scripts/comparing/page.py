@@ -113,7 +113,7 @@ def draw(values: dict[str, Any]) -> list[str]:
     """
     timed = [row for row in values["rows"] if row.get("draft_ms") is not None]
     families = sorted({str(row["head"]) for row in timed})
-    drawings = []
+    drawings: list[str] = []
     with drawing():
         for name in values["sets"]:
             rows = [row for row in timed if row.get(f"tau_{name}") is not None]

@@ -321,7 +321,7 @@ def chosen(tree: str, budget: Budget, batch: int) -> Iterator[str]:
     total = max(sum(shape["cycles"] for shape in shapes), 1)
     for shape in sorted(shapes, key=lambda shape: -shape["cycles"])[:SHOWN_SHAPES]:
         if shape["cycles"]:
-            levels = "all levels" if shape["levels"] is None else f"{shape['levels']} levels"
+            levels = {None: "all levels", 0: "nothing"}.get(shape["levels"], f"{shape['levels']} levels")
             nodes = "" if shape["nodes"] is None else f" of {shape['nodes']} nodes a row"
             rows = "" if shape["rows"] is None else f" cut to {shape['rows']} rows"
             yield (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headstart.comparing.cells import Cell, Work
-from headstart.comparing.work import COST, SPEED, Failures, report_of
+from headstart.comparing.work import COST, SPEED, Failures, reports_of
 from headstart.eval.measuring.report import Report
 from headstart.heads.files import read_json, write_json
 from headstart.heads.published import published
@@ -51,7 +51,8 @@ def row_of(work: Work, cell: Cell) -> dict[str, Any] | None:
     """The row of a cell; None where it is not trained, or has no τ yet."""
     place = work.folder / "cells" / cell.name
     cost = place / COST
-    reports = {name: report for name in work.measure["sets"] if (report := report_of(work.folder, cell, name))}
+    reports = reports_of(work, cell)
+    speed = reports.pop(SPEED, None)
     if not cost.is_file() or not reports:
         return None
     spent, first = read_json(cost), next(iter(reports.values()))
@@ -60,7 +61,6 @@ def row_of(work: Work, cell: Cell) -> dict[str, Any] | None:
         "cell": cell.name, "recipe": cell.recipe, "head": head.get("type"), "lever": cell.lever, "value": cell.value,
         "seed": cell.seed, "baseline": cell.baseline, **taus(work, reports),
     }  # fmt: skip
-    speed = report_of(work.folder, cell, SPEED)
     row |= speeds(speed) if speed is not None else {}
     cycle = (speed or first).cycle or {}
     row |= {

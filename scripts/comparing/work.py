@@ -180,16 +180,7 @@ class Worker:
 
     def measure(self, name: str, run: Run) -> None:
         """Decode a set of prompts with a cell's head, or time it. Args: name: of the set, or SPEED."""
-        recipe = run.recipe
-        config = eval_settings(recipe, self.work.measure, name, run.held_out_path)
-        target = target_of_head(run.head_dir, measured_target(recipe, self.work.measure, name))
-        inputs = {
-            "head": identity.of_saved_head(run.head_dir),
-            "target": identity.of_target(target),
-            "dtype": target.dtype,
-            "eval": identity_of(config),
-            "data": describe_data(config.data),
-        }
+        config, target, inputs = measurement(self.work, run, name)
         place = run.dir / "measured" / name
         run.markers.do(
             f"measure-{name}", inputs, [place / "report.json"],
@@ -301,7 +292,35 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def report_of(folder: Path, cell: Cell, name: str) -> Report | None:
-    """What a measurement of a cell reported; None where it is not finished."""
-    place = folder / "cells" / cell.name / "measured" / name
-    return Report.read(place) if (place / "report.json").is_file() else None
+def measurement(
+    work: Work, run: Run, name: str, head: str | None = None
+) -> tuple[EvalConfig, TargetConfig, dict[str, Any]]:
+    """(How a set is decoded, the target, what the numbers depend on). Args: head: identity of the head, if known."""
+    recipe = run.recipe
+    config = eval_settings(recipe, work.measure, name, run.held_out_path)
+    target = target_of_head(run.head_dir, measured_target(recipe, work.measure, name))
+    inputs = {
+        "head": head or identity.of_saved_head(run.head_dir),
+        "target": identity.of_target(target),
+        "dtype": target.dtype,
+        "eval": identity_of(config),
+        "data": describe_data(config.data),
+    }
+    return config, target, inputs
+
+
+def reports_of(work: Work, cell: Cell) -> dict[str, Report]:
+    """The reports of a cell's finished measurements by set, SPEED among them. Those of an earlier head, or of other
+    settings, do not count.
+    """
+    run = Run(work.recipe(cell), Console(silent=True))
+    if not (run.dir / COST).is_file() or not run.head_dir.is_dir():
+        return {}
+    head, found = identity.of_saved_head(run.head_dir), {}
+    for name in [*work.measure["sets"], *([SPEED] if work.measure["speed"]["enabled"] else [])]:
+        place = run.dir / "measured" / name
+        if (place / "report.json").is_file():
+            inputs = measurement(work, run, name, head)[2]
+            if run.markers.is_done(f"measure-{name}", inputs, [place / "report.json"]):
+                found[name] = Report.read(place)
+    return found

@@ -302,3 +302,23 @@ def test_what_is_left_to_the_memory_is_chosen_once(headstart: Callable, comparis
     path.write_text(path.read_text().replace(cells[0].auto[0], small))
     plan = headstart("compare", comparison, *words, "--dry-run", "--json").json
     assert all(small in cell["settings"] for cell in plan["cells"])
+
+
+def test_numbers_of_an_earlier_head_are_no_row(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.comparing.work import Worker
+
+    words = ("compare", comparison, "seeds=[0]", "measure.speed.enabled=false")
+    assert headstart(*words).code == 0 and len(rows_of(tmp_path / "sides")) == 2
+    measure = Worker.measure
+
+    def stopping(self: Worker, name: str, run: Run) -> None:
+        if run.recipe.name == "rate-lr=0.01-s0":
+            raise KeyboardInterrupt
+        measure(self, name, run)
+
+    monkeypatch.setattr(Worker, "measure", stopping)
+    assert headstart(*words, "train.clip_norm=0.1").code == 130  # both train anew, one is measured anew
+    values = json.loads((tmp_path / "sides/compare.json").read_text())
+    assert [row["cell"] for row in values["rows"]] == ["plain-s0"] and values["unfinished"] == ["rate-lr=0.01-s0"]

@@ -46,6 +46,9 @@ class Recipe:
     run_dir: str = "runs/${name}"
     #: Also time every shorter chain in the evaluation, and name the fastest (chains only).
     shorter_chains: bool = False
+    #: Where eval.max_new_tokens cuts answers, also measure τ on answers of up to so many tokens, all prompts at a time,
+    #: and say it beside the headline. null does not.
+    longer_answers: int | None = None
     #: Seed of the data split, of distillation and of the initial weights. train.seed and eval.seed follow it unless
     #: set.
     seed: int = 0
@@ -159,6 +162,11 @@ def check_recipe(recipe: Recipe) -> None:
     """What types cannot say. Raises ConfigError naming the first field that cannot work."""
     check_name(recipe.name)
     check_place("run_dir", recipe.run_dir)
+    if recipe.longer_answers is not None and recipe.longer_answers <= recipe.eval.max_new_tokens:
+        raise ConfigError(
+            f"longer_answers: found {recipe.longer_answers}, expected more than eval.max_new_tokens="
+            f"{recipe.eval.max_new_tokens}, or null"
+        )
     check_place("start_from", recipe.start_from)
     check_target(recipe.target)
     recipe.data.check()

@@ -27,6 +27,8 @@ from headstart.training_record import run_of, training_record
 
 #: what takes long before the first answer on a GPU
 FIRST = "the first one compiles kernels and captures cycles:"
+#: most prompts that are decoded together to measure τ on longer answers
+LONGER_BATCH = 16
 #: what a report says of an untrained head, whose weights are random
 UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
 
@@ -40,12 +42,14 @@ def measure(
     head_info: dict[str, Any] | None = None,
     shorter_chains: bool = False,
     place: Path | None = None,
+    longer_answers: int | None = None,
 ) -> Report:
     """`eval.measuring.benchmark.evaluate`, with its progress shown and notes on the head added.
 
     Args:
         shorter_chains: also time every shorter chain against the same baseline; a note names the fastest. Not with a
             scheduler, which chooses among them.
+        longer_answers: tokens of longer answers on which τ is measured too, where some were cut.
         place: directory of the head. A head that was trained on another target gets a warning and a note.
     """
     warning = trained_otherwise(place, target)
@@ -65,6 +69,8 @@ def measure(
     if shorter_chains and chains and report.baseline_tokens_per_s:
         report.chain_speedups = _time_shorter_chains(report, target, head, config, console)
         report.notes.append(_compared_chains(report.chain_speedups))
+    if longer_answers is not None and report.cut and report.cut["cut"]:
+        report.longer = _on_longer_answers(longer_answers, target, head, config, console)
     report.training = training_record(place)
     report.verdict = verdict_of_report(report.to_json(), training_of(place)).to_json()
     return report
@@ -103,6 +109,19 @@ def _time_shorter_chains(
         with console.progress(f"eval (chain of {depth})", "prompts", notes=True) as advance:
             rates[depth] = evaluate(target, head, shorter, progress=advance).tokens_per_s or 0.0
     return {str(depth): rate / baseline for depth, rate in sorted(rates.items())}
+
+
+def _on_longer_answers(
+    tokens: int, target: Target, head: Head | None, config: EvalConfig, console: Console
+) -> dict[str, Any]:
+    """τ on answers of up to so many tokens. All prompts are decoded together, because no time is measured."""
+    longer = replace(
+        config, max_new_tokens=tokens, batch_size=LONGER_BATCH, baseline=False, batch_sizes=[], context_lengths=[],
+        generate_baseline=False, cycle_parts=False, samples=0,
+    )  # fmt: skip
+    with console.progress(f"eval (up to {tokens} tokens)", "prompts", notes=True) as advance:
+        found = evaluate(target, head, longer, progress=advance)
+    return {"max_new_tokens": tokens, "tau": found.tau, "tau_ci95": found.tau_ci95, **(found.cut or {})}
 
 
 def _compared_chains(speedups: dict[str, float]) -> str:

@@ -149,6 +149,8 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
     lengths = {"data.max_length": (recipe.data.max_length, limit)}
     if recipe.data.distill.prompts:  # a prompt has at least one token
         lengths["data.distill.max_new_tokens"] = (recipe.data.distill.max_new_tokens, limit - 1)
+    if recipe.longer_answers is not None:
+        lengths["longer_answers"] = (recipe.longer_answers, limit - 1)
     for name, (length, most) in lengths.items():
         if length > most:
             raise ConfigError(

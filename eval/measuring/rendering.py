@@ -80,6 +80,8 @@ def _title(report: Report) -> str:
         acceptance += f" ({report.verification} verification)"
     cut = report.cut or {"cut": 0}
     limit = f" · {cut['cut']} of {cut['answers']} answers cut at {report.max_new_tokens} tokens" if cut["cut"] else ""
+    if report.longer is not None:
+        limit += f", τ {report.longer['tau']:.2f} with up to {report.longer['max_new_tokens']}"
     return (
         f"{report.drafter} on {report.target['name']} · {report.tree['label']} · temperature {report.temperature:g} · "
         f"{acceptance} · {report.dtype} · batch {report.batch_size} · {report.device}{limit}"

@@ -110,6 +110,9 @@ class Report(Numbers):
     device_type: str | None = None
     #: answers that were decoded, and those that ended at `max_new_tokens`: {"answers", "cut"}; None in a server
     cut: dict[str, int] | None = None
+    #: the same head on longer answers, where some were cut and the recipe asks for it (`longer_answers`):
+    #: {"max_new_tokens", "tau", "tau_ci95", "answers", "cut"}
+    longer: dict[str, Any] | None = None
     #: length of the chain → speed-up by the clock, where shorter chains were timed as well
     chain_speedups: dict[str, float] | None = None
     #: a few answers with every token's author (`samples.Sample` as JSON); None where none were recorded

@@ -241,6 +241,13 @@ def _cut(report: dict[str, Any]) -> list[str]:
     if not cut or not cut["cut"]:
         return []
     many = "The answer was" if cut["answers"] == 1 else f"{cut['cut']} of {cut['answers']} answers were"
+    if (measured := report.get("longer")) is not None:
+        low, high = measured["tau_ci95"] or (measured["tau"], measured["tau"])
+        left = f"{measured['cut']} of {measured['answers']} were cut again" if measured["cut"] else "all were whole"
+        return [
+            f"{many} cut at {limit} tokens; with up to {measured['max_new_tokens']} tokens ({left}) τ is "
+            f"{measured['tau']:.2f} (95 %: {low:.2f}–{high:.2f})."
+        ]
     longer = WHOLE_TOKENS if limit < WHOLE_TOKENS else 2 * limit
     return [
         f"{many} cut at {limit} tokens; what whole answers give was not measured: eval.max_new_tokens={longer} "

@@ -51,6 +51,7 @@ def evaluate(run: Run) -> dict[str, Any]:
         "eval": identity_of(config),
         "data": describe_data(data),
         "shorter_chains": run.recipe.shorter_chains,
+        "longer_answers": run.recipe.longer_answers,
     }
     report, rendered = run.dir / "report.json", [run.dir / name for name in RENDERED]
     # these are made from report.json, so a lost one is made again without measuring
@@ -72,7 +73,10 @@ def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
     else:
         head, info = untrained_head(run.recipe.head, target), UNTRAINED
     values = recipe_of_head(to_dict(run.recipe), run.head_dir)
-    report = measure(target, head, config, run.console, values, info, run.recipe.shorter_chains, place)
+    recipe = run.recipe
+    report = measure(
+        target, head, config, run.console, values, info, recipe.shorter_chains, place, recipe.longer_answers
+    )
     begin()
     path = report.save(run.dir)
     return {"report": str(path), **summary(report.to_json())}

@@ -89,6 +89,27 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     assert second.json["eval"] == first.json["eval"]
 
 
+def test_a_headline_of_cut_answers_says_what_longer_ones_give(
+    headstart: Callable, recipe: Path, prompts: Path, tmp_path: Path
+) -> None:
+    assert headstart("train", recipe, "data.distill.prompts=[]").code == 0
+    words = ("data.distill.prompts=[]", f"eval.data={prompts}", "eval.max_new_tokens=2")
+    shown = headstart("eval", recipe, *words, "longer_answers=24")
+    assert shown.code == 0, shown.err
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    longer = report["longer"]
+    assert report["cut"]["cut"] == 2 and longer["max_new_tokens"] == 24 and longer["answers"] == 2
+    # the same as an evaluation of longer answers measures
+    whole = headstart("eval", recipe, *words[:2], "eval.max_new_tokens=24", "--json").json
+    assert longer["tau"] == pytest.approx(whole["tau"]) and longer["cut"] == whole["cut"]["cut"]
+    said = " ".join(shown.out.split())
+    assert f"2 of 2 answers cut at 2 tokens, τ {longer['tau']:.2f} with up to 24" in said
+    assert "with up to 24 tokens" in said and "was not measured" not in said
+    assert "longer" in report and whole["longer"] is None
+    refused = headstart("eval", recipe, *words, "longer_answers=2")
+    assert refused.code == 2 and "longer_answers: found 2, expected more than eval.max_new_tokens=2" in refused.err
+
+
 def test_answers_of_a_limited_time_stay_when_more_time_is_given(
     headstart: Callable, recipe: Path, tmp_path: Path
 ) -> None:

@@ -59,6 +59,11 @@ CASES: dict[str, tuple[dict[str, Any], Training | None, bool | None, list[str], 
         {"batch": 128, "out_of_memory": True}]}}}, None, True, [
         "It pays on H200 at batch 1: 2.00× plain decoding (95 %: 1.75–2.25) with a chain of 3.",
         "By batch size: it pays at 1 and 4; does not pay at 64; cannot be told at 16."], []),
+    "cut, and longer answers": ({"cut": {"answers": 20, "cut": 20}, "longer": {
+        "max_new_tokens": 512, "tau": 1.43, "tau_ci95": [1.37, 1.51], "answers": 20, "cut": 3}}, None, True, [
+        "It pays on H200 at batch 1: 2.00× plain decoding (95 %: 1.75–2.25) with a chain of 3.",
+        "20 of 20 answers were cut at 128 tokens; with up to 512 tokens (3 of 20 were cut again) τ is 1.43 (95 %: "
+        "1.37–1.51)."], [TUNE]),
     "lossy and cut": ({"lossless": False, "cut": {"answers": 20, "cut": 5}}, None, True, [
         "It pays on H200 at batch 1: 2.00× plain decoding (95 %: 1.75–2.25) with a chain of 3.",
         "Acceptance was LOSSY: the answers are not the target's own, and a lossless run accepts less.",

@@ -29,9 +29,9 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "heads/layers.py": ({"medusa"}, "the remedy of an error names a family without a draft layer"),
     "scripts/bench/presets.py": ({"eagle3", "medusa", "dflash", "dspark"}, "the heads that are benchmarked"),
     "scripts/bench/train.py": ({"eagle3"}, "the name of a shipped recipe, in help"),
-    "scripts/parity_llama_cpp.py": ({"eagle3"}, "the one family that llama.cpp drafts with"),
-    "scripts/parity_engine.py": ({"dflash", "DFlashQwen3Model"}, "vLLM's names of what is repaired there"),
-    "scripts/parity_heads.py": ({"medusa", "eagle", "eagle3", "peagle", "dflash"}, "recipes of the parity gates"),
+    "scripts/parity/llama_cpp.py": ({"eagle3"}, "the one family that llama.cpp drafts with"),
+    "scripts/parity/engine.py": ({"dflash", "DFlashQwen3Model"}, "vLLM's names of what is repaired there"),
+    "scripts/parity/heads.py": ({"medusa", "eagle", "eagle3", "peagle", "dflash"}, "recipes of the parity gates"),
     "scripts/saved_heads.py": ({"eagle3"}, "what drafts with synthetic acceptance where no head is named"),
 }
 NAME = re.compile(rf"\b(?:{'|'.join(map(re.escape, FAMILIES))})\b")

@@ -1,6 +1,6 @@
 """llama.cpp (revision 0c1e570): EAGLE-3 heads as one GGUF file, `eagle3.gguf`, beside the portable files.
 
-Its rules are read from src/models/eagle3.cpp and common/speculative.cpp, and `scripts/parity_llama_cpp.sh` runs it. The
+Its rules are read from src/models/eagle3.cpp and common/speculative.cpp, and `scripts/parity/llama_cpp.sh` runs it. The
 file has no vocabulary of its own, which a draft that reads the target's hidden states does not need. The target is a
 GGUF file as well, which llama.cpp's convert_hf_to_gguf.py writes.
 """

@@ -1,6 +1,6 @@
 """vLLM 0.32: what it reads for each family, what it does with a faulty file, and the command that serves a head.
 
-The rules are read from its loaders, and `scripts/parity_vllm.sh` runs it. Its EAGLE and Medusa loaders do not notice
+The rules are read from its loaders, and `scripts/parity/vllm.sh` runs it. Its EAGLE and Medusa loaders do not notice
 a *missing* tensor, which stays uninitialised. An unexpected tensor stops an EAGLE load; the Medusa loader drops it.
 """
 

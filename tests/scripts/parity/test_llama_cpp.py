@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headstart import parity_llama_cpp
 from headstart.eval.decoding.decode import Cycle
+from headstart.parity import llama_cpp as parity_llama_cpp
 
 METRICS = """# TYPE llamacpp:spec_decode_num_drafts_total counter
 llamacpp:spec_decode_num_draft_tokens_total 11
@@ -48,4 +48,4 @@ def test_without_an_engine_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("PARITY_LLAMA_CPP", raising=False)
     monkeypatch.setattr(sys, "argv", ["parity"])
     assert parity_llama_cpp.main() == 2
-    assert "bash scripts/parity_llama_cpp.sh makes one" in capsys.readouterr().err
+    assert "bash scripts/parity/llama_cpp.sh makes one" in capsys.readouterr().err

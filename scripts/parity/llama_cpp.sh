@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Parity gate: an EAGLE-3 head in llama.cpp (llama-server on the CPU, float32) against Headstart's own loop.
-#   bash scripts/parity_llama_cpp.sh [--data FILE.jsonl …] [--heads DIR] [--limit N] [--depth K] [--out FILE.json] …
+#   bash scripts/parity/llama_cpp.sh [--data FILE.jsonl …] [--heads DIR] [--limit N] [--depth K] [--out FILE.json] …
 # Makes what is missing: Headstart's environment in VENV (.venv), llama.cpp in PARITY_LLAMA_CPP (.llama-cpp): its sources
 # come with the source distribution of llama-cpp-python, and building them takes about 15 minutes on two cores.
 # PARITY_PYTHON=… names an environment that is there already.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . scripts/venv.sh
 release=0.3.36
 
@@ -32,4 +32,4 @@ if [ ! -f "$engine/.ready" ]; then
 fi
 
 export PARITY_LLAMA_CPP="$engine"
-exec "$PARITY_PYTHON" -m headstart.parity_llama_cpp "$@"
+exec "$PARITY_PYTHON" -m headstart.parity.llama_cpp "$@"

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from headstart import parity_engine, parity_vllm
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import acceptance
 from headstart.heads.errors import ConfigError
 from headstart.heads.formats.vllm import max_lora_rank
-from headstart.parity_heads import require_chain
+from headstart.parity import engine as parity_engine
+from headstart.parity import vllm as parity_vllm
+from headstart.parity.heads import require_chain
 
 
 def answer(committed: list[int], accepted: int, per_position: list[int] | None = None) -> dict[str, Any]:
@@ -145,4 +146,4 @@ def test_the_engine_allocates_for_the_rank_of_the_adapter() -> None:
 def test_without_an_engine_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["parity", "--vllm-python", "/nowhere/python"])
     assert parity_vllm.main() == 2
-    assert "bash scripts/parity_vllm.sh makes one" in capsys.readouterr().err
+    assert "bash scripts/parity/vllm.sh makes one" in capsys.readouterr().err

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Parity gate: heads in vLLM (CPU build, float32) against Headstart's own loop, on the same prompts.
-#   bash scripts/parity_vllm.sh [--data FILE.jsonl …] [--heads DIR] [--limit N] [--depth K] [--serve] [--out FILE.json] …
+#   bash scripts/parity/vllm.sh [--data FILE.jsonl …] [--heads DIR] [--limit N] [--depth K] [--serve] [--out FILE.json] …
 # Makes what is missing: Headstart's environment in VENV (.venv), the engine's in PARITY_ENV (.venv-parity, 3.4 GB).
 # PARITY_PYTHON=… and PARITY_VLLM_PYTHON=… name environments that are there already.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . scripts/venv.sh
 
 if [ -z "${PARITY_PYTHON:-}" ]; then
@@ -26,4 +26,4 @@ if [ -z "${PARITY_VLLM_PYTHON:-}" ]; then
 fi
 
 export PARITY_VLLM_PYTHON
-exec "$PARITY_PYTHON" -m headstart.parity_vllm "$@"
+exec "$PARITY_PYTHON" -m headstart.parity.vllm "$@"

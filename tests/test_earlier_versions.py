@@ -132,6 +132,8 @@ def test_reports_are_read_and_rendered_with_the_same_numbers(headstart: Callable
         rows = [line for line in text.read_text().splitlines() if line.startswith("| all ")]
         text.unlink()
         assert render_saved(Path(name, "report.json"), print)
+        page = Path(name, "report.html").read_text(encoding="utf-8")
+        assert f'data-value="{saved["tau"]}"' in page and "earlier version wrote" in page
         assert len(rows) == 2 and rows == [x for x in text.read_text().splitlines() if x.startswith("| all ")]
     out, _ = headstart("report", *made.RUNS, "eval", "--json")
     taus = [report["tau"] for report in json.loads(out)["runs"].values()]

@@ -83,7 +83,7 @@ def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
     assert wrong == []
 
 
-NAMES = ("whole", "bare", "hostile", "several", *(["committed"] if COMMITTED.is_file() else []))
+NAMES = ("whole", "bare", "hostile", "several", "committed")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

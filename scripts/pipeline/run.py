@@ -212,6 +212,8 @@ class Run:
         if "train" not in self.ahead:
             return
         refuse_ahead(recipe, self.weightless)
+        if self.settled is not None:
+            self.console.say(self.settled[1].describe())
         self.check_memory()
         if self.inputs.duplicates == "near":
             require_minhash()
@@ -235,8 +237,6 @@ class Run:
                 raise
             raise ConfigError(self.settled[1].explain(str(error), self.recipe)) from None
         if not tokens:
-            if self.settled is not None:
-                self.console.say(self.settled[1].describe())
             self.console.say(f"memory: by the plan, {room}")
 
     def check_eval_data(self) -> None:

@@ -14,6 +14,7 @@ from textwrap import dedent
 from unittest import mock
 
 import pytest
+import yaml
 from tiny_run import losses, make_place
 from train_fakes import forked, free_port
 
@@ -235,3 +236,19 @@ def test_accelerate_on_cpus_is_refused_before_anything_is_trained(place):
 def test_wrong_override_exits_with_2_and_names_the_key(place, capsys):
     assert main([str(place / "recipe.yaml"), "train.learning_rate=1"]) == 2
     assert "train.learning_rate" in capsys.readouterr().err
+
+
+def test_ranks_choose_packs_that_fit_the_smallest_of_them(place, monkeypatch):
+    """Each has a pack, all have the same, and a step has the tokens that it has on one."""
+    least = 700 << 20
+    monkeypatch.setattr(
+        "headstart.auto.local_device_bytes", lambda device: 2 * (least if os.environ["RANK"] == "1" else 64 << 30)
+    )
+    said = fork_ranks(2, place, "auto", "data.pack_tokens=auto")
+    kept = json.loads((place / "auto/data/auto.json").read_text())
+    assert kept["memory"] == least, "half of what its machine has"
+    assert kept["pack_tokens"] < 16384 and kept["accumulation"] >= 2
+    assert kept["pack_tokens"] * kept["accumulation"] == 16384 * kept["asked"]["accumulation"]
+    assert f"auto: data.pack_tokens={kept['pack_tokens']}" in said[0] and "auto:" not in said[1]
+    written = yaml.safe_load((place / "auto/recipe.yaml").read_text())
+    assert written["data"]["pack_tokens"] == kept["pack_tokens"]

@@ -161,16 +161,24 @@ def measure_point(
 
 
 def gain_ends(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """{"gain_ends": first measured batch without a gain, or None, "says": the same in words}."""
+    """{"gain_ends": measured batch from which on none gains, or None, "says": where it gains, in words}."""
     measured = [(point["batch"], point["speedup"]) for point in points if point.get("speedup") is not None]
-    lost = next((n for n, (_, speedup) in enumerate(measured) if speedup <= 1), None)
+    gains = [speedup > 1 for _, speedup in measured]
+    lost = next((n for n in range(len(gains)) if not any(gains[n:])), None)
     if not measured:
         says = "no speed-up was measured"
-    elif lost is None:
+    elif all(gains):
         says = f"speculation gains at every batch measured ({measured[-1][1]:.2f}× at {measured[-1][0]})"
     elif lost == 0:
         says = f"speculation gains nothing from batch {measured[0][0]} on ({measured[0][1]:.2f}×)"
-    else:
+    elif lost is not None and all(gains[:lost]):
         (before, gain), (batch, loss) = measured[lost - 1], measured[lost]
         says = f"the gain ends at batch {batch} ({loss:.2f}×); batch {before} still gains ({gain:.2f}×)"
+    else:
+        kept, rest = (
+            ", ".join(f"{batch} ({speedup:.2f}×)" for (batch, speedup), gained in zip(measured, gains, strict=True)
+                      if gained is wanted)
+            for wanted in (True, False)
+        )  # fmt: skip
+        says = f"speculation gains at batch {kept}; it does not at {rest}"
     return {"gain_ends": None if lost is None else measured[lost][0], "says": says}

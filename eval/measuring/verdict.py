@@ -1,6 +1,6 @@
 """Whether drafting pays: the verdict on what was measured, in sentences, and what to do next where it does not pay.
 
-All functions are pure: they read the JSON of a report or a tuning, and numbers of the training.
+All functions are pure: they read the JSON of a report, and numbers of the training.
 
 Drafting *pays* where the lower end of the speed-up's 95 % interval is above 1, and does not where the upper end is
 below 1. Where the interval holds 1 it cannot be told yet. A speed-up on a CPU says nothing about a card that serves.
@@ -16,9 +16,12 @@ from statistics import fmean
 from typing import Any
 
 from headstart.data.own_choice import FOREIGN, GREEDY
+from headstart.eval.measuring.wording import listed
 
-#: plain steps that a cycle took with a chain of 3, Llama-3.1-8B sizes, one H100 (docs/measuring.md): 7.0 ms / 5.6 ms
+#: plain steps that a cycle took with a chain of 3 at batch 1, Llama-3.1-8B sizes, one H100 (docs/measuring.md): 7.0 ms
+#: / 5.6 ms
 USUAL_CYCLE = 1.25
+USUAL_DRAFT = 3
 #: relative change of accepted drafts between two thirds of a training that counts as a change
 CHANGE = 0.03
 #: fewest records in which a trend is looked for
@@ -52,6 +55,7 @@ class Training:
 class Verdict:
     """Attributes:
         pays: None: it cannot be told.
+        title: the verdict in a few words; with batch sizes where it differs among those that were measured.
         says: sentences on what was measured. next: sentences on what to do.
         tokens: length of the chain that was fastest on this card; None where no chain gained, or on a CPU.
         speedup, speedup_ci95: of the draft that was evaluated, or the best that was tuned.
@@ -65,6 +69,7 @@ class Verdict:
     speedup: float | None = None
     speedup_ci95: list[float] | None = None
     batch_size: int | None = None
+    title: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -111,7 +116,7 @@ def verdict_of_report(report: dict[str, Any], training: Training | None = None) 
         return _of_server(report)
     if report["drafter"] == "plain":
         return Verdict(None, ["Nothing drafted: plain decoding was measured."], ["Give a head: --head DIR."])
-    cut = _cut(report)
+    cut = [*_lossy(report), *_cut(report)]
     if report.get("device_type") == "cpu":
         pays, says = _on_cpu(report)
         return Verdict(pays, [*says, *cut], ["Measure it on the card that will serve.", *_train_more(training, report)])
@@ -120,9 +125,10 @@ def verdict_of_report(report: dict[str, Any], training: Training | None = None) 
         return Verdict(None, [said, *cut], ["Measure both ways: eval.baseline=true."])
     interval = interval_of(report, speedup)
     pays, batch = judge(interval), report["batch_size"]
-    says = [_measured(report, speedup, interval, pays), *_chains(report), *_batches(report), *_lossy(report), *cut]
+    says = [_measured(report, speedup, interval, pays), *_chains(report), *_batches(report), *cut]
     advice = _pays_next(report) if pays else _next(report, speedup, interval, pays, training)
-    return Verdict(pays, says, advice, _tokens(report, pays), speedup, interval, batch)
+    title = title_of(pays, [*_judged(report), (batch, pays)])
+    return Verdict(pays, says, advice, _tokens(report, pays), speedup, interval, batch, title)
 
 
 def _synthetic(report: dict[str, Any]) -> str:
@@ -143,21 +149,34 @@ def _tau(report: dict[str, Any]) -> str:
 
 def _on_cpu(report: dict[str, Any]) -> tuple[bool | None, list[str]]:
     """A CPU's verdict goes by τ alone: whether a card gains depends on what a cycle takes there."""
-    speedup, (low, high) = report.get("speedup"), report.get("tau_ci95") or (report["tau"],) * 2
+    speedup, interval = report.get("speedup"), report.get("tau_ci95")
     shown = "" if speedup is None else f" ({speedup:.2f}×)"
     first = f"The speed-up on a CPU{shown} says nothing about a card that serves; only τ carries over to it."
-    if report["forwards"] and high <= 1:
-        return False, [first, "No draft was accepted (τ 1.00): no card can gain from this head."]
+    if not report["forwards"] or not report["per_position_acceptance"]:
+        return None, [first, "Nothing was drafted here, so τ says nothing about a card either."]
+    if report["tau"] <= 1 and (interval is None or interval[1] <= 1):
+        none = "No draft was accepted (τ 1.00)"
+        if report.get("scheduler") is not None:
+            return None, [first, f"{none}, but the scheduler drafts less on a CPU than on a card."]
+        if interval is None:
+            return None, [first, f"{none}. One prompt has no interval, so more prompts must show whether that stays."]
+        return False, [first, f"{none}: no card gains on such prompts."]
     says = (
         f"τ is {_tau(report)}: a card gains where a cycle takes less time than that many plain steps. At Llama-3.1-8B "
-        f"sizes on an H100 a cycle with a chain of 3 took {USUAL_CYCLE} plain steps, "
+        f"sizes on an H100 at batch 1 a cycle with a chain of {USUAL_DRAFT} took {USUAL_CYCLE} plain steps, "
     )
-    if report.get("tau_ci95") is None or low <= USUAL_CYCLE <= high:
-        return None, [first, says + "which is not told apart from this τ."]
-    return None, [first, says + f"which this τ {'exceeds' if low > USUAL_CYCLE else 'does not reach'}."]
+    if interval is None or interval[0] <= USUAL_CYCLE <= interval[1]:
+        said = "which is not told apart from this τ"
+    else:
+        said = f"which this τ {'exceeds' if interval[0] > USUAL_CYCLE else 'does not reach'}"
+    tree = report["tree"]
+    longer = "" if tree.get("kind") == "chain" and (tree.get("depth") or 0) <= USUAL_DRAFT else (
+        f"; with {draft_text(tree, tree['label'])}, as here, it takes longer"
+    )
+    return None, [first, f"{says}{said}{longer}."]
 
 
-def _range(interval: Sequence[float] | None, carried: bool) -> str:
+def range_text(interval: Sequence[float] | None, carried: bool) -> str:
     if interval is None:
         return ""
     return f" (95 %{', by the interval of τ' if carried else ''}: {interval[0]:.2f}–{interval[1]:.2f})"
@@ -171,11 +190,11 @@ def _measured(report: dict[str, Any], speedup: float, interval: Sequence[float] 
         start = f"One prompt has no interval, so it cannot be told {where}"
     else:
         start = f"It cannot be told yet {where}, because the interval holds 1"
-    found = f"{speedup:.2f}× plain decoding{_range(interval, report.get('speedup_ci95') is None)}"
-    return f"{start}: {found} with {_draft(report['tree'], report['tree']['label'])}."
+    found = f"{speedup:.2f}× plain decoding{range_text(interval, report.get('speedup_ci95') is None)}"
+    return f"{start}: {found} with {draft_text(report['tree'], report['tree']['label'])}."
 
 
-def _draft(tree: dict[str, Any], label: str) -> str:
+def draft_text(tree: dict[str, Any], label: str) -> str:
     """What is drafted, in words. Args: label: its name in tables, such as `chain3`."""
     return f"a chain of {tree['depth']}" if label == f"chain{tree.get('depth')}" else label
 
@@ -208,8 +227,13 @@ def _tokens(report: dict[str, Any], pays: bool | None) -> int | None:
 
 def _batches(report: dict[str, Any]) -> list[str]:
     """At which batch sizes it pays, where a sweep measured several."""
-    by = _by_batch(report)
-    return [] if not by else [_grouped([(batch, judge(interval)) for batch, _, interval in by])]
+    judged = _judged(report)
+    return [] if not judged else [grouped(judged)]
+
+
+def _judged(report: dict[str, Any]) -> list[tuple[int, bool | None]]:
+    """(batch size, whether it pays) of a report's sweep."""
+    return [(batch, judge(interval)) for batch, _, interval in _by_batch(report)]
 
 
 def _by_batch(report: dict[str, Any]) -> list[tuple[int, float, list[float] | None]]:
@@ -219,15 +243,36 @@ def _by_batch(report: dict[str, Any]) -> list[tuple[int, float, list[float] | No
     return [(point["batch"], point["speedup"], interval_of(point, point["speedup"])) for point in timed]
 
 
-def _grouped(judged: list[tuple[int, bool | None]]) -> str:
+def grouped(judged: list[tuple[int, bool | None]]) -> str:
     """`By batch size: it pays at 1 and 4; does not pay at 64.`"""
     words = {True: "pays at", False: "does not pay at", None: "cannot be told at"}
     parts = []
     for pays, said in words.items():
-        sizes = [str(batch) for batch, found in judged if found is pays]
-        if sizes:
-            parts.append(f"{said} {' and '.join([', '.join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)}")
+        if found := sizes(judged, pays):
+            parts.append(f"{said} {found}")
     return f"By batch size: it {'; '.join(parts)}."
+
+
+def sizes(judged: Sequence[tuple[int, bool | None]], pays: bool | None) -> str:
+    """Batch sizes of which this was judged: `1, 4 and 8`."""
+    return listed([str(batch) for batch in sorted({batch for batch, found in judged if found is pays})])
+
+
+def title_of(pays: bool | None, judged: Sequence[tuple[int, bool | None]]) -> str:
+    """The title, which names batch sizes where not all of them are judged alike.
+
+    Args: pays: of the whole. judged: (batch size, whether it pays) of all that were measured.
+
+    >>> title_of(True, [(1, True), (4, True), (64, False)])
+    'drafting pays at batch 1 and 4'
+    >>> title_of(False, [(1, False), (4, True)])
+    'drafting does not pay at batch 1, but it pays at batch 4'
+    """
+    if len({found for _, found in judged}) < 2:
+        return TITLES[pays]
+    gains = sizes(judged, True)
+    but = f", but it pays at batch {gains}" if gains and pays is not True else ""
+    return f"{TITLES[pays]} at batch {sizes(judged, pays)}{but}"
 
 
 def _lossy(report: dict[str, Any]) -> list[str]:
@@ -240,19 +285,21 @@ def _cut(report: dict[str, Any]) -> list[str]:
     cut, limit = report.get("cut"), report["max_new_tokens"]
     if not cut or not cut["cut"]:
         return []
-    many = "The answer was" if cut["answers"] == 1 else f"{cut['cut']} of {cut['answers']} answers were"
+    many = "The answer was" if cut["answers"] == 1 else f"{cut['cut']} of {cut['answers']} answers {_were(cut['cut'])}"
     if (measured := report.get("longer")) is not None:
-        low, high = measured["tau_ci95"] or (measured["tau"], measured["tau"])
-        left = f"{measured['cut']} of {measured['answers']} were cut again" if measured["cut"] else "all were whole"
-        return [
-            f"{many} cut at {limit} tokens; with up to {measured['max_new_tokens']} tokens ({left}) τ is "
-            f"{measured['tau']:.2f} (95 %: {low:.2f}–{high:.2f})."
-        ]
+        again = measured["cut"]
+        left = f"{again} of {measured['answers']} {_were(again)} cut again" if again else "none was cut"
+        return [f"{many} cut at {limit} tokens; with up to {measured['max_new_tokens']} tokens ({left}) τ is "
+                f"{_tau(measured)}."]  # fmt: skip
     longer = WHOLE_TOKENS if limit < WHOLE_TOKENS else 2 * limit
     return [
         f"{many} cut at {limit} tokens; what whole answers give was not measured: eval.max_new_tokens={longer} "
         "measures longer ones."
     ]
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _pays_next(report: dict[str, Any]) -> list[str]:
@@ -278,11 +325,13 @@ def _next(
             advice.append("More prompts will hardly tell: it is about as fast as plain decoding.")
         else:
             advice.append(f"About {more} more prompts like these would tell, if the speed-up stays what it is.")
-    advice += [*_other_draft(report, speedup), *_other_batch(report), *_train_more(training, report)]
-    return advice or ["Train on more conversations like those that you serve."]
+    advice += [*_otherdraft_text(report, speedup), *_other_batch(report), *_train_more(training, report)]
+    if advice or report.get("head") is None:  # prompt lookup has no head to train
+        return advice or ["Train a head: `headstart run RECIPE`."]
+    return ["Train on more conversations like those that you serve."]
 
 
-def _other_draft(report: dict[str, Any], speedup: float) -> list[str]:
+def _otherdraft_text(report: dict[str, Any], speedup: float) -> list[str]:
     """A shorter chain or a smaller head, where a level costs more than it brings.
 
     A cycle takes τ ÷ speed-up plain steps, one of which verifying the root alone would take. The levels share the rest.
@@ -299,6 +348,8 @@ def _other_draft(report: dict[str, Any], speedup: float) -> list[str]:
         return []
     accepted = f"position {kept + 1} is accepted in {rates[kept]:.0%} of the cycles"
     said = f"{accepted}, and a level costs {cost:.2f} plain steps on average"
+    if report.get("head") is None:
+        return [f"Draft a shorter chain: {said}; try eval.tree.depth={kept}."] if kept else []
     if kept == 0:
         return [f"Train a smaller head (fewer layers or a smaller head.draft_vocab_size): {said}."]
     return [f"Draft a shorter chain, or train a smaller head: {said}; try eval.tree.depth={kept}."]
@@ -342,60 +393,14 @@ def _train_more(training: Training, report: dict[str, Any]) -> list[str]:
     return advice
 
 
-def verdict_of_tuning(tuning: dict[str, Any]) -> Verdict:
-    """The verdict on `headstart tune`. Args: tuning: `Tuning.to_json`."""
-    choices = tuning["choices"]
-    judged = []
-    for choice in choices:
-        speedup = choice["measured_speedup"]
-        interval = interval_of(choice["measured"], speedup)
-        judged.append((choice, interval, judge(interval)))
-    paying = [(choice, interval) for choice, interval, pays in judged if pays]
-    if tuning.get("device_type") == "cpu":
-        says = ["The speed-ups on a CPU say nothing about a card that serves; only τ carries over to it."]
-        best = max(choices, key=lambda choice: choice["measured_tau"])
-        draft = _draft(best["tree"], best["label"])
-        says.append(f"The fastest draft at batch {best['batch']} was {draft}, with τ {best['measured_tau']:.2f}.")
-        return Verdict(None, says, ["Tune on the card that will serve."])
-    pays = True if paying else None if any(found is None for _, _, found in judged) else False
-    says = [f"On {tuning['device']}. " + _grouped([(choice["batch"], found) for choice, _, found in judged])]
-    says += [_tuned(choice, interval) for choice, interval, _ in judged]
-    measured = paying or [(choice, interval) for choice, interval, _ in judged]
-    choice, interval = measured[0] if paying else max(measured, key=lambda pair: pair[0]["measured_speedup"])
-    tokens = (choice["launched"] or None) if pays else None
-    return Verdict(pays, says, _tuning_next(judged), tokens, choice["measured_speedup"], interval, choice["batch"])
-
-
-def _tuned(choice: dict[str, Any], interval: Sequence[float] | None) -> str:
-    launched = choice["launched"]
-    engines = f"launch engines with {launched} drafted tokens" if launched else "launch engines without drafting"
-    found = f"{choice['measured_speedup']:.2f}×{_range(interval, carried=True)}"
-    return f"Batch {choice['batch']}: {found} with {_draft(choice['tree'], choice['label'])}; {engines}."
-
-
-def _tuning_next(judged: list[tuple[dict[str, Any], Any, bool | None]]) -> list[str]:
-    advice = []
-    for choice, interval, pays in judged:
-        scheduled = choice.get("scheduled")
-        if scheduled and scheduled["measured_speedup"] > max(1.0, choice["measured_speedup"]):
-            gain = scheduled["measured_speedup"]
-            advice.append(f"At batch {choice['batch']} eval.scheduler=on is faster: {gain:.2f}×.")
-        elif pays is False:
-            advice.append(f"Decode plainly at batch {choice['batch']}.")
-        elif pays is None and interval is not None:
-            prompts = choice["measured"]["prompts"]
-            more = more_prompts(prompts, choice["measured_speedup"], interval)
-            if more is not None:
-                wanted = f"tune.prompts={prompts + more}"
-                advice.append(f"At batch {choice['batch']} about {more} more prompts would tell: {wanted}.")
-    if not any(pays for _, _, pays in judged):
-        advice.append("Train on more conversations like those that you serve, or train a smaller head.")
-    return advice
+def shown_title(verdict: dict[str, Any]) -> str:
+    """The title of a verdict; earlier versions wrote none."""
+    return str(verdict.get("title") or TITLES[verdict["pays"]])
 
 
 def lines_of(verdict: dict[str, Any], width: int = WIDTH) -> list[str]:
     """The verdict for a terminal: a title, sentences, and what to do next. Args: verdict: `Verdict.to_json`."""
-    lines = [f"Verdict: {TITLES[verdict['pays']]}"]
+    lines = textwrap.wrap(f"Verdict: {shown_title(verdict)}", width)
     for sentence in verdict["says"]:
         lines += textwrap.wrap(sentence, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     lines += ["Next:"] if verdict["next"] else []
@@ -406,7 +411,7 @@ def lines_of(verdict: dict[str, Any], width: int = WIDTH) -> list[str]:
 
 def markdown_of(verdict: dict[str, Any], text: Callable[[str], str]) -> list[str]:
     """The verdict's lines of a Markdown document. Args: text: escapes a sentence."""
-    lines = [f"**Verdict: {TITLES[verdict['pays']]}.**", "", *(f"- {text(said)}" for said in verdict["says"]), ""]
+    lines = [f"**Verdict: {text(shown_title(verdict))}.**", "", *(f"- {text(said)}" for said in verdict["says"]), ""]
     if verdict["next"]:
         lines += ["Next:", "", *(f"- {text(said)}" for said in verdict["next"]), ""]
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 TAU_NOTE = "τ, the accepted length = tokens committed per target forward after prefill (plain decoding = 1)"
@@ -26,3 +27,8 @@ def speedup_text(speedup: float | None, interval: list[float] | None) -> str:
 
 def identical_text(identity: dict[str, Any] | None) -> str:
     return "–" if identity is None else f"{identity['identical']}/{identity['sequences']}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from headstart.eval.config import TreeConfig, tree_label
-from headstart.eval.measuring.verdict import verdict_of_tuning
 from headstart.eval.tuning.costs import Costs, drafting_of, node_count
 from headstart.eval.tuning.served import step_rates
+from headstart.eval.tuning.verdict import verdict_of_tuning
 from headstart.heads.formats.calibration import Calibration
 from headstart.heads.formats.choices import STEP_RATES, TOKENS_PER_BATCH, tokens_by_batch
 from headstart.heads.provenance import command_line, git_revision, versions

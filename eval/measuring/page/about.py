@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from headstart.eval.measuring.page.panel import Cell, Panel, Runs, Table, listed, several, text
+from headstart.eval.measuring.page.panel import Cell, Panel, Runs, Table, several, text
+from headstart.eval.measuring.wording import listed
 from headstart.heads.escape import plain
 from headstart.heads.formats.flags import flag_of
 

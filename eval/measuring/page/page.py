@@ -11,7 +11,7 @@ from typing import Any
 from headstart.eval.measuring.page import about, measured, told, trained
 from headstart.eval.measuring.page.figures import drawing, svg_of
 from headstart.eval.measuring.page.panel import Panel, Plot, Runs, several
-from headstart.eval.measuring.verdict import TITLES
+from headstart.eval.measuring.verdict import shown_title
 from headstart.heads.escape import plain
 from headstart.heads.files import write_text
 from headstart.heads.formats import flags
@@ -82,7 +82,7 @@ def _verdict(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
     if verdict is None:
         return None
     kind = {True: "pays", False: "loses", None: "open"}[verdict["pays"]]
-    title = TITLES[verdict["pays"]]
+    title = plain(shown_title(verdict))
     lists = {name: [plain(str(line)) for line in verdict[name]] for name in ("says", "next")}
     return {"kind": kind, "title": f"{title[0].upper()}{title[1:]}", **lists}
 

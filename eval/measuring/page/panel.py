@@ -112,8 +112,3 @@ def run_columns(runs: Runs, *columns: str) -> list[str]:
 def run_cells(runs: Runs, label: str, *cells: Cell) -> list[Cell]:
     """A row of such a table."""
     return [*([text(label)] if several(runs) else []), *cells]
-
-
-def listed(words: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

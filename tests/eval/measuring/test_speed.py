@@ -221,7 +221,9 @@ def test_spread() -> None:
     ("speedups", "ends", "says"),
     [
         ([2.0, 1.5, 1.1], None, "gains at every batch measured (1.10× at 4)"),
-        ([2.0, 0.9, 1.1], 2, "the gain ends at batch 2 (0.90×); batch 1 still gains (2.00×)"),
+        ([2.0, 0.9, 0.8], 2, "the gain ends at batch 2 (0.90×); batch 1 still gains (2.00×)"),
+        ([2.0, 0.9, 1.1], None, "gains at batch 1 (2.00×), 4 (1.10×); it does not at 2 (0.90×)"),
+        ([0.9, 1.2, 0.8], 4, "gains at batch 2 (1.20×); it does not at 1 (0.90×), 4 (0.80×)"),
         ([0.8, 0.7, 0.6], 1, "gains nothing from batch 1 on (0.80×)"),
         ([None, None, None], None, "no speed-up was measured"),
     ],

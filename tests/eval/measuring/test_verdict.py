@@ -13,9 +13,10 @@ from headstart.eval.measuring.verdict import (
     lines_of,
     markdown_of,
     more_prompts,
+    title_of,
     verdict_of_report,
-    verdict_of_tuning,
 )
+from headstart.eval.tuning.verdict import verdict_of_tuning
 from headstart.heads.escape import markdown
 
 
@@ -31,6 +32,7 @@ def report(**changes: Any) -> dict[str, Any]:
 
 
 TUNE = "To find the best draft for each batch size, run `headstart tune`."
+TRAIN = "Train a head: `headstart run RECIPE`."
 MORE_DATA = "Train on more conversations like those that you serve."
 LOSES = {"speedup": 0.8, "speedup_ci95": [0.75, 0.85], "per_position_acceptance": [0.9, 0.8, 0.75]}
 RISING = [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
@@ -64,6 +66,10 @@ CASES: dict[str, tuple[dict[str, Any], Training | None, bool | None, list[str], 
         "It pays on H200 at batch 1: 2.00× plain decoding (95 %: 1.75–2.25) with a chain of 3.",
         "20 of 20 answers were cut at 128 tokens; with up to 512 tokens (3 of 20 were cut again) τ is 1.43 (95 %: "
         "1.37–1.51)."], [TUNE]),
+    "one answer, measured again longer": ({"cut": {"answers": 20, "cut": 1}, "longer": {
+        "max_new_tokens": 512, "tau": 1.43, "tau_ci95": None, "answers": 1, "cut": 0}}, None, True, [
+        "It pays on H200 at batch 1: 2.00× plain decoding (95 %: 1.75–2.25) with a chain of 3.",
+        "1 of 20 answers was cut at 128 tokens; with up to 512 tokens (none was cut) τ is 1.43."], [TUNE]),
     "lossy and cut": ({"lossless": False, "cut": {"answers": 20, "cut": 5}}, None, True, [
         "It pays on H200 at batch 1: 2.00× plain decoding (95 %: 1.75–2.25) with a chain of 3.",
         "Acceptance was LOSSY: the answers are not the target's own, and a lossless run accepts less.",
@@ -105,7 +111,15 @@ CASES: dict[str, tuple[dict[str, Any], Training | None, bool | None, list[str], 
         ["Draft at batch 1, where it gains 2.00×, and decode plainly where it loses.",
          "Let the scheduler draft only what is expected to pay at this batch: eval.scheduler=on."]),
     "prompt lookup has no scheduler": ({**LOSES, "batch_size": 64, "drafter": "ngram", "head": None}, None, False, [
-        "It does not pay on H200 at batch 64: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."], [MORE_DATA]),
+        "It does not pay on H200 at batch 64: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."], [TRAIN]),
+    "prompt lookup has no head to train": ({**LOSES, "drafter": "ngram", "head": None,
+        "per_position_acceptance": [0.5, 0.4, 0.3]}, Training(RISING), False, [
+        "It does not pay on H200 at batch 1: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."], [TRAIN]),
+    "prompt lookup, too long": ({**LOSES, "drafter": "ngram", "head": None,
+        "per_position_acceptance": [0.9, 0.8, 0.3]}, None, False, [
+        "It does not pay on H200 at batch 1: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."], [
+        "Draft a shorter chain: position 3 is accepted in 30% of the cycles, and a level costs 0.71 plain steps on "
+        "average; try eval.tree.depth=2."]),
     "the scheduler lost": ({**LOSES, "batch_size": 64, "scheduler": {}}, None, False, [
         "It does not pay on H200 at batch 64: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."], [MORE_DATA]),
     "others' answers, still rising": ({**LOSES}, Training(RISING, own_share=0.25), False, [
@@ -148,8 +162,8 @@ def test_every_branch_says_what_a_person_expects(name: str) -> None:
 
 CPU_FIRST = "The speed-up on a CPU (2.00×) says nothing about a card that serves; only τ carries over to it."
 CPU_THEN = (
-    ": a card gains where a cycle takes less time than that many plain steps. At Llama-3.1-8B sizes on an H100 a cycle "
-    "with a chain of 3 took 1.25 plain steps, which "
+    ": a card gains where a cycle takes less time than that many plain steps. At Llama-3.1-8B sizes on an H100 at "
+    "batch 1 a cycle with a chain of 3 took 1.25 plain steps, which "
 )
 
 
@@ -162,7 +176,17 @@ CPU_THEN = (
         ({"tau": 1.1, "tau_ci95": [1.05, 1.2]}, None, f"τ is 1.10 (95 %: 1.05–1.20){CPU_THEN}this τ does not reach."),
         ({"tau_ci95": None}, None, f"τ is 2.50{CPU_THEN}is not told apart from this τ."),
         ({"tau": 1.0, "tau_ci95": [1.0, 1.0]}, False,
-         "No draft was accepted (τ 1.00): no card can gain from this head."),
+         "No draft was accepted (τ 1.00): no card gains on such prompts."),
+        ({"tau": 1.0, "tau_ci95": None}, None,
+         "No draft was accepted (τ 1.00). One prompt has no interval, so more prompts must show whether that stays."),
+        ({"tau": 1.0, "tau_ci95": [1.0, 1.0], "per_position_acceptance": []}, None,
+         "Nothing was drafted here, so τ says nothing about a card either."),
+        ({"tau": 1.0, "tau_ci95": [1.0, 1.0], "scheduler": {}}, None,
+         "No draft was accepted (τ 1.00), but the scheduler drafts less on a CPU than on a card."),
+        ({"tree": {"kind": "chain", "depth": 7, "label": "chain7"}}, None,
+         f"τ is 2.50 (95 %: 2.25–2.75){CPU_THEN}this τ exceeds; with a chain of 7, as here, it takes longer."),
+        ({"tree": {"kind": "dynamic", "depth": 3, "label": "dynamic60"}, "tau": 1.1, "tau_ci95": [1.05, 1.2]}, None,
+         f"τ is 1.10 (95 %: 1.05–1.20){CPU_THEN}this τ does not reach; with dynamic60, as here, it takes longer."),
     ],
 )  # fmt: skip
 def test_a_cpu_is_judged_by_tau_alone(changes: dict[str, Any], pays: bool | None, says: str) -> None:
@@ -170,6 +194,25 @@ def test_a_cpu_is_judged_by_tau_alone(changes: dict[str, Any], pays: bool | None
     assert found.pays is pays and found.says == [CPU_FIRST, says]
     assert found.next[0] == "Measure it on the card that will serve." and found.next[1].startswith("Train longer")
     assert found.tokens is None and found.speedup is None, "no number of a CPU's clock goes into a launch command"
+
+
+def test_a_cpu_says_that_acceptance_was_lossy() -> None:
+    assert verdict_of_report(report(device_type="cpu", lossless=False)).says[2].startswith("Acceptance was LOSSY")
+
+
+def test_the_title_names_the_batch_sizes_where_they_differ() -> None:
+    both = [point(1, 0.5, [1.5, 2.5]), point(4, 2.0, [1.5, 2.5])]
+    found = verdict_of_report(report(**LOSES, sweeps={"batch": {"points": both}}))
+    assert found.pays is False
+    assert lines_of(found.to_json())[0] == "Verdict: drafting does not pay at batch 1, but it pays at batch 4"
+    assert verdict_of_report(report()).title == title_of(True, [(1, True), (8, True)]) == "drafting pays"
+    unsure = title_of(None, [(1, None), (4, True), (8, True), (16, False)])
+    assert unsure == "it cannot be told whether drafting pays at batch 1, but it pays at batch 4 and 8"
+    assert title_of(False, [(1, None), (4, False)]) == "drafting does not pay at batch 4"
+    tuned = [choice(1, 2.0, [1.5, 2.5], 3), choice(16, 0.8, [1.8, 2.2], 0)]
+    assert verdict_of_tuning({"device": "H200", "choices": tuned}).title == "drafting pays at batch 1"
+    earlier = {key: value for key, value in found.to_json().items() if key != "title"}
+    assert lines_of(earlier)[0] == "Verdict: drafting does not pay"
 
 
 def test_which_length_engines_are_launched_with() -> None:
@@ -231,7 +274,8 @@ def test_a_tuning_that_finds_nothing() -> None:
     advice = "Train on more conversations like those that you serve, or train a smaller head."
     assert (lost.pays, lost.tokens, lost.next) == (False, None, ["Decode plainly at batch 1.", advice])
     open_ = verdict_of_tuning({"device": "H200", "device_type": "cuda", "choices": [choice(1, 1.2, None, 3)]})
-    assert (open_.pays, open_.tokens, open_.next) == (None, None, [advice])
+    more = "At batch 1 give more prompts (tune.prompts): an interval needs two or more."
+    assert (open_.pays, open_.tokens, open_.next) == (None, None, [more, advice])
     cpu = verdict_of_tuning({"device": "EPYC", "device_type": "cpu", "choices": [choice(1, 2.0, [1.5, 2.5], 3)]})
     assert (cpu.pays, cpu.tokens, cpu.next) == (None, None, ["Tune on the card that will serve."])
     assert cpu.says[1] == "The fastest draft at batch 1 was a chain of 3, with τ 2.00."

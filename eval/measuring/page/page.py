@@ -71,6 +71,7 @@ def contents(runs: Runs, said: Said) -> dict[str, Any]:
         "differences": [plain(line) for line in said.differences],
         "panels": panels(runs),
         "samples": told.samples(runs),
+        "samples_say": told.samples_say(runs),
         "failures": told.failures(runs),
         "no_samples": told.ABSENT,
         "later": [trained.data(runs), about.measured_how(runs)],

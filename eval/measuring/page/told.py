@@ -36,6 +36,20 @@ class Shown:
     tokens: list[Token]
 
 
+def samples_say(runs: Runs) -> list[str]:
+    """What a reader must know of how the samples were drafted."""
+    says = []
+    shown = [report for report in runs.values() if report.get("samples")]
+    if any(report["tree"].get("kind", "chain") != "chain" for report in shown):
+        says.append(
+            "Of a draft tree only one path is shown: the accepted one, and behind it the likeliest of those that were "
+            "rejected. The other drafts at that place were rejected too."
+        )
+    if any(report.get("scheduler") is not None for report in shown):
+        says.append("Here each cycle drafts all that the scheduler may draft. In what was timed it often drafted less.")
+    return says
+
+
 def visible(piece: str, breaks: bool = True) -> str:
     """A token's text: line ends and what is empty are made visible, control characters too.
 
@@ -94,7 +108,6 @@ def failures(runs: Runs) -> Table | None:
     most = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:FAILED]
     rows = [[Cell(f"“{drafted}”"), Cell(f"“{wrote}”"), count(n), num(100 * n / cycles, 1, " %")]
             for (drafted, wrote), n in most]  # fmt: skip
-    caption = f"The most frequent rejections in these samples, of {sum(pairs.values())} in {cycles} cycles"
+    found = sum(pairs.values())
+    caption = f"The most frequent rejections in these samples: {found} of {cycles} cycles with a draft had one"
     return Table(caption, ["drafted", "written by the target", "times", "of the cycles"], rows)
-
-

@@ -113,10 +113,23 @@ def test_every_token_has_its_author(page: Page) -> None:
     assert "5 of 8 tokens were drafted, 3 cycles, τ 2.00" in shown.title
     classes = [str(values.get("class")) for tag, values in page.tags if tag in ("span", "del") and "title" in values]
     assert classes == ["t", "a", "a", "r", "t", "r", "r l", "r l", "t", "a", "a", "a"]
-    failed = page.tables["The most frequent rejections in these samples, of 2 in 3 cycles"]
+    failed = page.tables["The most frequent rejections in these samples: 2 of 3 cycles with a draft had one"]
     assert [[text for text, _ in row] for row in failed[1:]] == [
         ["“ friend”", "“ dear”", "1", "33.3 %"], ["“ friend”", "“ reader”", "1", "33.3 %"]
     ]  # fmt: skip
+
+
+def test_samples_say_what_of_a_tree_and_of_a_scheduler_they_show() -> None:
+    tree = {"kind": "dynamic", "depth": 3, "label": "dynamic60"}
+    one_path, whole_draft = "Of a draft tree only one path is shown", "Here each cycle drafts all that the"
+    for changes, of_tree, of_scheduler in (
+        ({}, False, False),
+        ({"tree": tree}, True, False),
+        ({"scheduler": {"verified_per_cycle": 2.0, "batches": {}}}, False, True),
+        ({"tree": tree, "samples": None}, False, False),
+    ):
+        text = page_of(whole(**changes)).text
+        assert (one_path in text, whole_draft in text) == (of_tree, of_scheduler), changes
 
 
 def test_all_sections_are_there_and_reached_by_links(page: Page) -> None:

@@ -48,6 +48,15 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def forget_peak() -> bool:
+    """Let `peak_bytes` begin anew with what this process holds now. Returns whether the system can do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM alone
+    except OSError:
+        return False
+    return True
+
+
 def group_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that the control groups of this process leave, the tightest of them; None where none has a limit."""
     left = [

@@ -15,12 +15,18 @@ from headstart.comparing.config import CompareConfig, EntryConfig, recipe_of
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import read_json, write_json
 from headstart.recipes.load import load_recipe
+from headstart.recipes.read import read_overrides
 from headstart.recipes.schema import Recipe
 
 #: most characters of a cell's name
 LONGEST = 120
 #: steps with which a cell is checked before the data tells how many its positions take
 UNKNOWN_STEPS = 10**6
+#: settings of a recipe that the comparison gives every cell → where it says them
+GIVEN = {
+    "name": "the entry's name", "run_dir": "folder", "seed": "seeds", "train.steps": "budget",
+    "train.epochs": "budget", "train.max_seconds": "budget",
+}  # fmt: skip
 #: file of a comparison's folder that tells its processes what to do
 WORK = "work.json"
 
@@ -138,8 +144,11 @@ def as_overrides(settings: dict[str, Any]) -> list[str]:
 def make_cells(config: CompareConfig, given: Sequence[str], file: Path) -> list[Cell]:
     """All cells, in the order of the file. Args: given: overrides of all cells' recipes from the command line.
 
-    Raises: ConfigError for a cell that is there twice, an empty grid, or an override of what a grid varies.
+    Raises: ConfigError for a cell that is there twice, an empty grid, an override of what a grid varies, or a setting
+        that the comparison gives itself (GIVEN).
     """
+    _refuse_given("settings", as_overrides(config.settings))
+    _refuse_given("override", given)
     cells = [cell for n, entry in enumerate(config.cells) for cell in _of_entry(config, entry, n, given, file)]
     names = [cell.name for cell in cells]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -159,6 +168,8 @@ def _of_entry(
             raise ConfigError(f"{where}.grid.{key}: found {values!r}, expected a list of at least one value")
         if taken := [text for text in given if text.partition("=")[0].strip() == key]:
             raise ConfigError(f"override {taken[0]!r}: {where}.grid varies {key}: leave one of them out")
+        _refuse_given(f"{where}.grid", as_overrides({key: values}))
+    _refuse_given(f"{where}.settings", as_overrides(entry.settings))
     budget = {"kind": config.budget.kind, "value": getattr(config.budget, config.budget.kind)}
     common = (*as_overrides(config.settings), *given, *as_overrides(entry.settings))
     seeds = config.seeds if entry.seeds is None else entry.seeds
@@ -177,6 +188,20 @@ def _of_entry(
                     name, found, (*common, *as_overrides(varied), f"seed={seed}"), lever, value, seed, entry.baseline,
                     budget,
                 )  # fmt: skip
+
+
+def _refuse_given(where: str, words: Sequence[str]) -> None:
+    """Raise ConfigError for a setting of GIVEN: its value would be replaced, and the cell would seem to have it."""
+    for layer in read_overrides(words):
+        for key, instead in GIVEN.items():
+            node: Any = layer.values
+            for part in key.split("."):
+                node = node.get(part) if isinstance(node, dict) else None
+            if node is not None:
+                raise ConfigError(
+                    f"{where}: found {key}={json.dumps(node)}, which the comparison gives every cell: leave it out, "
+                    f"and set {instead}"
+                )
 
 
 def cell_name(title: str, varied: dict[str, Any], seed: int) -> str:

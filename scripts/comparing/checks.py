@@ -12,8 +12,9 @@ from rich.text import Text
 
 from headstart import auto, identity
 from headstart.comparing.cells import Cell, Work
+from headstart.comparing.config import SPEED
 from headstart.comparing.data import SharedData, with_steps
-from headstart.comparing.work import SPEED, refuse_measuring
+from headstart.comparing.work import refuse_measuring
 from headstart.console import Console
 from headstart.data.choosing.asked import read_prompts
 from headstart.data.sources.sources import load_conversations

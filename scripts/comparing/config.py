@@ -18,6 +18,8 @@ from headstart.recipes.schema import Recipe, check_name, check_place
 
 #: name of a set of prompts: it becomes a key of the rows
 SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+#: name of the measurement of the speed-up, beside those of the sets; how the key of an interval ends
+SPEED, INTERVAL = "speed", "_ci95"
 KINDS = ("seconds", "steps", "positions")
 
 
@@ -159,6 +161,11 @@ class CompareConfig:
         for name, settings in self.sets.items():
             if not SET_NAME.fullmatch(name):
                 raise ConfigError(f"measure.sets: found {shown(name)}, expected a name of letters, digits and _")
+            if name == SPEED or name.endswith(INTERVAL):
+                raise ConfigError(
+                    f"measure.sets: found {shown(name)}, expected another name: {SPEED} is the measurement of the "
+                    f"speed-up, and keys that end in {INTERVAL} are intervals"
+                )
             if not isinstance(settings, dict):
                 raise ConfigError(
                     f"measure.sets.{name}: found {shown(settings)}, expected settings of eval, such as {{data: FILE}}"

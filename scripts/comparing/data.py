@@ -15,6 +15,7 @@ from headstart.comparing.cells import Cell, Work
 from headstart.console import Console
 from headstart.data.prepare import PreparedData
 from headstart.data.samples import Sample
+from headstart.heads.errors import ConfigError
 from headstart.heads.files import sha256_text
 from headstart.heads.targets.target import Target
 from headstart.pipeline.data import prepare, trained_samples
@@ -22,6 +23,9 @@ from headstart.pipeline.distill import distill
 from headstart.pipeline.run import Run
 from headstart.recipes.schema import Recipe
 from headstart.train.stream import PackStream
+
+#: most steps that a budget of positions may take
+MOST_STEPS = 10**6
 
 
 class SharedData:
@@ -52,10 +56,15 @@ def positions_of_steps(recipe: Recipe, samples: Sequence[Sample], steps: int) ->
 
 
 def steps_for_positions(recipe: Recipe, samples: Sequence[Sample], positions: int) -> int:
-    """Fewest steps that pass over this many supervised positions."""
+    """Fewest steps that pass over this many supervised positions. Raises: ConfigError where they are MOST_STEPS."""
     stream, supervised = position_counts(recipe, samples)
     passed = steps = 0
     while passed < positions:
+        if steps == MOST_STEPS:
+            raise ConfigError(
+                f"budget.positions: found {positions:,}, of which the first {steps:,} steps pass over {passed:,}: give "
+                "fewer positions, or more data"
+            )
         window = stream.window(steps * recipe.train.accumulation, recipe.train.accumulation)
         passed += sum(supervised[i] for pack in window for i in pack.samples)
         steps += 1

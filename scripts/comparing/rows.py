@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from headstart.comparing.cells import Cell, Work
-from headstart.comparing.work import COST, SPEED, Failures, reports_of
+from headstart.comparing.config import INTERVAL, SPEED
+from headstart.comparing.work import COST, Failures, reports_of
 from headstart.eval.measuring.report import Report
 from headstart.heads.files import read_json, write_json
 from headstart.heads.published import published
@@ -24,14 +25,16 @@ def collect(work: Work) -> dict[str, Any]:
     """
     failures = Failures(work.folder)
     rows, failed, unfinished = [], [], []
+    measured = [*work.measure["sets"], *([SPEED] if work.measure["speed"]["enabled"] else [])]
     for cell in work.cells:
         if (failure := failures.read(cell)) is not None:
             failed.append(failure)
-        row = row_of(work, cell)
+        reports = reports_of(work, cell)
+        if failure is None and len(reports) < len(measured):
+            unfinished.append(cell.name)
+        row = row_of(work, cell, reports)
         if row is not None:
             rows.append(row)
-        elif failure is None:
-            unfinished.append(cell.name)
     sets = list(dict.fromkeys(key[4:] for row in rows for key in row if key.startswith("tau_") and _is_tau(key)))
     add_gains(rows, sets)
     for name in sets:
@@ -44,18 +47,16 @@ def collect(work: Work) -> dict[str, Any]:
 
 
 def _is_tau(key: str) -> bool:
-    return not key.endswith("_ci95")
+    return not key.endswith(INTERVAL)
 
 
-def row_of(work: Work, cell: Cell) -> dict[str, Any] | None:
-    """The row of a cell; None where it is not trained, or has no τ yet."""
-    place = work.folder / "cells" / cell.name
-    cost = place / COST
-    reports = reports_of(work, cell)
-    speed = reports.pop(SPEED, None)
-    if not cost.is_file() or not reports:
+def row_of(work: Work, cell: Cell, found: dict[str, Report]) -> dict[str, Any] | None:
+    """The row of a cell; None where it is not trained, or has no τ yet. Args: found: its reports (reports_of)."""
+    reports = {name: report for name, report in found.items() if name != SPEED}
+    speed = found.get(SPEED)
+    if not reports:
         return None
-    spent, first = read_json(cost), next(iter(reports.values()))
+    spent, first = read_json(work.folder / "cells" / cell.name / COST), next(iter(reports.values()))
     head: dict[str, Any] = first.head or {}
     row: dict[str, Any] = {
         "cell": cell.name, "recipe": cell.recipe, "head": head.get("type"), "lever": cell.lever, "value": cell.value,
@@ -79,14 +80,19 @@ def row_of(work: Work, cell: Cell) -> dict[str, Any] | None:
 
 
 def taus(work: Work, reports: dict[str, Report]) -> dict[str, Any]:
-    """`tau_SET` and its interval; of a set with `task_field`, one for each task."""
+    """`tau_SET` and its interval; of a set with `task_field`, `tau_TASK` for each task. The set's name stands before
+    the task's where the key would be another's: that of a set, or of a task of another set.
+    """
     found: dict[str, Any] = {}
+    sets = work.measure["sets"]
+    several = sum(bool(settings.get("task_field")) for settings in sets.values()) > 1
     for name, report in reports.items():
-        by_task = bool(work.measure["sets"][name].get("task_field"))
+        by_task = bool(sets[name].get("task_field"))
         parts = dict(report.tasks) if by_task else {name: report.total}
         for part, numbers in parts.items():
             key = "".join(letter if letter.isalnum() else "_" for letter in part)
-            found |= {f"tau_{key}": numbers.tau, f"tau_{key}_ci95": numbers.tau_ci95}
+            key = f"{name}_{key}" if by_task and (several or key in sets) else key
+            found |= {f"tau_{key}": numbers.tau, f"tau_{key}{INTERVAL}": numbers.tau_ci95}
     return found
 
 

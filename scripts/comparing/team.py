@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from headstart.comparing.cells import Work
-from headstart.comparing.work import COST, Failures
+from headstart.comparing.work import COST, LOST_CODE, Failures
 from headstart.console import Console
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.files import read_json
 
 #: seconds between two looks at the processes, and for which they may save when they are told to stop
 LOOK_S, STOP_S = 0.3, 120.0
-#: how often a process may be started anew in one place
-RESTARTS = 20
+#: how often a process may be started anew in one place, beside once for every cell; how often without a cell's failure
+RESTARTS, IDLE = 20, 2
 
 
 @dataclass
@@ -31,7 +31,8 @@ class Place:
     Attributes:
         number: of the place. gpu: as CUDA_VISIBLE_DEVICES names it, None = the CPU.
         first: whether its process times the heads, too. Nothing else runs on its card then.
-        starts: how often a process was started here. over: whether it has done what it was told last.
+        starts: how often a process was started here. idle: how often one ended that had failed no cell.
+        over: whether it has done what it was told last.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Place:
     first: bool
     process: subprocess.Popen[str] | None = None
     starts: int = 0
+    idle: int = 0
     over: bool = False
 
 
@@ -97,7 +99,8 @@ class Team:
         cell = next((cell for cell in self.work.cells if cell.name == note.get("cell")), None)
         if cell is not None and not self.failures.has(cell):
             self.failures.add(cell, str(note.get("phase")), "ProcessEnded", self._ended(place, code))
-        if place.starts > RESTARTS or (cell is None and place.starts > 2):
+        place.idle += cell is None and code != LOST_CODE
+        if place.starts > RESTARTS + len(self.work.cells) or place.idle > IDLE:
             raise HeadstartError(f"compare: {self._ended(place, code)}")
         self.console.say(f"{self._ended(place, code)}; another process takes its place")
         self._start(place)
@@ -196,7 +199,7 @@ def cards_of(gpus: str | None, side_by_side: int) -> list[str | None]:
     if gpus is None:
         return [visible[0] if visible else "0"] if count else [None]
     numbers = [text.strip() for text in gpus.split(",")]
-    wrong = [text for text in numbers if not text.isdigit() or int(text) >= count]
+    wrong = [text for text in numbers if not text.isdecimal() or int(text) >= count]
     if wrong or len(set(numbers)) < len(numbers):
         there = f"0 to {count - 1}" if count else "none: this machine has no GPU"
         raise ConfigError(f"--gpus: found {gpus!r}, expected different numbers of GPUs, separated by commas ({there})")

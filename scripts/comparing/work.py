@@ -17,6 +17,7 @@ from filelock import Timeout
 
 from headstart import identity
 from headstart.comparing.cells import Cell, Work, as_overrides
+from headstart.comparing.config import SPEED
 from headstart.comparing.data import SharedData, positions_of_steps
 from headstart.console import Console
 from headstart.directory_lock import locked
@@ -26,7 +27,7 @@ from headstart.eval.prompts import describe_data
 from headstart.evaluation import measure
 from headstart.heads.errors import HeadstartError, StorageError, explain_memory, in_one_line
 from headstart.heads.files import read_json, write_json
-from headstart.heads.host_memory import peak_bytes
+from headstart.heads.host_memory import forget_peak, peak_bytes
 from headstart.heads.targets.load import resolve_device
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.pipeline.data import prepare, trained_samples
@@ -40,10 +41,11 @@ from headstart.targets import loaded_target
 
 #: file of a cell with what its training cost
 COST = "cost.json"
-#: the measurement of the speed-up, beside those of the sets
-SPEED = "speed"
 #: the step before measurements
 TRAIN = "train"
+
+#: exit code of a process of several that met CardLost
+LOST_CODE = 3
 
 
 class CardLost(HeadstartError):
@@ -159,18 +161,24 @@ class Worker:
     def train(self, cell: Cell, run: Run) -> None:
         """Train a cell's head, or go on with it."""
         recipe = run.recipe
+        if begun_otherwise(run):
+            self.console.say(f"{recipe.name}: begun with other settings: it starts anew")
+            recipe.train.resume = False
         if recipe.joint.enabled:  # it changes the target, which is then this cell's own
             self.drop_target()
         else:
             run = Run(recipe, self.console, self.target(recipe.target))
         self.data.give(run)
         device = resolve_device(recipe.target.device)
+        finished = is_trained(run)  # by a process that ended before it wrote the cost
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        known = not finished and (device.type == "cuda" or forget_peak())
         trained = train(run)
         samples = trained_samples(run)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
         write_json(run.dir / COST, {
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes(),
+            "peak_memory_bytes": peak if known else None,
             "positions": positions_of_steps(recipe, samples, trained["step"]),
             "conversations": len({sample.id for sample in prepare(run).train}),
             "samples": len(samples),
@@ -257,6 +265,14 @@ def claimed(place: Path) -> Iterator[bool]:
         if inside or not isinstance(error.__context__, Timeout):
             raise
         yield False
+
+
+def begun_otherwise(run: Run) -> bool:
+    """Whether the run's training was begun, and not finished, with other inputs. Elsewhere it would go on with the new
+    settings; a cell is trained with one budget and one set of settings from its first step on.
+    """
+    marker = run.markers.read("train")
+    return marker.get("status") == "started" and not run.markers.same("train", run.inputs.train)
 
 
 def forget_changed(work: Work) -> None:

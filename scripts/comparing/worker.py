@@ -18,7 +18,7 @@ from pathlib import Path
 
 def main(arguments: list[str]) -> int:
     from headstart.comparing.cells import Work
-    from headstart.comparing.work import CardLost, Worker
+    from headstart.comparing.work import LOST_CODE, CardLost, Worker
     from headstart.console import Console
     from headstart.heads.errors import HeadstartError
     from headstart.heads.files import write_json
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         return 130
     except CardLost as error:
         console.say(str(error))
-        return 3
+        return LOST_CODE
     except HeadstartError as error:
         console.say(f"error: {error}")
         return error.exit_code

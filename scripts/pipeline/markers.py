@@ -93,9 +93,12 @@ class Markers:
 
     def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
         """Whether the step finished with these inputs and its outputs are still there."""
-        marker = self.read(step)
-        same = not any(changed(marker.get("inputs"), _through_json(inputs)))
-        return marker.get("status") == "done" and same and all(path.exists() for path in outputs)
+        done = self.read(step).get("status") == "done"
+        return done and self.same(step, inputs) and all(path.exists() for path in outputs)
+
+    def same(self, step: str, inputs: dict[str, Any]) -> bool:
+        """Whether the step was begun or finished with these inputs."""
+        return not any(changed(self.read(step).get("inputs"), _through_json(inputs)))
 
     def do(
         self,

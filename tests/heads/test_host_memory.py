@@ -94,3 +94,11 @@ def test_the_peak_of_a_process_does_not_begin_with_that_of_its_parent() -> None:
     before, after = map(int, made.stdout.split())
     assert before < 250 << 20 and 60 << 20 < after - before < 80 << 20
     assert peak_bytes() > 300 << 20
+
+
+def test_a_peak_may_be_forgotten() -> None:
+    code = "from headstart.heads.host_memory import forget_peak, peak_bytes; b = bytearray(b'1') * (300 << 20); " \
+        "del b; a = peak_bytes(); print(int(forget_peak()), a, peak_bytes())"  # fmt: skip
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    can, before, after = map(int, made.stdout.split())
+    assert before > 300 << 20 and (before - after > 200 << 20 if can else after >= before)

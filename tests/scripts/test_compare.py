@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,8 +13,8 @@ import yaml
 from headstart.comparing.cells import Work, cell_name, make_cells
 from headstart.comparing.config import load_comparison, shipped_comparisons
 from headstart.comparing.data import positions_of_steps, steps_for_positions
-from headstart.comparing.rows import add_gains, mark_front
-from headstart.heads.errors import ConfigError
+from headstart.comparing.rows import add_gains, mark_front, taus
+from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run
 
@@ -128,7 +129,7 @@ def test_a_stopped_cell_continues(
 
     def stopping(self: TrainingLoop) -> None:
         if "rate" in str(self.standing.run_dir) and self.standing.state.step == 2:
-            raise KeyboardInterrupt  # as a second Ctrl-C, or a kill after the checkpoint of step 2
+            raise KeyboardInterrupt  # as a second Ctrl-C, or a kill
         step(self)
 
     monkeypatch.setattr(TrainingLoop, "step", stopping)
@@ -140,7 +141,8 @@ def test_a_stopped_cell_continues(
     monkeypatch.setattr(TrainingLoop, "step", step)
     result = headstart("compare", comparison, "seeds=[0]", "measure.speed.enabled=false")
     assert result.code == 0 and "train: continues" in result.err
-    assert json.loads((folder / "cells/rate-lr=0.01-s0/steps/train.json").read_text())["result"]["resumed_from"] == 2
+    trained = json.loads((folder / "cells/rate-lr=0.01-s0/steps/train.json").read_text())["result"]
+    assert trained["resumed_from"] in (1, 2)  # step 2 has no checkpoint if that of step 1 was still being written
     assert [row["steps"] for row in rows_of(folder)] == [3, 3]
 
 
@@ -231,6 +233,14 @@ def test_what_a_cell_cannot_do_is_refused_before_the_first_starts(
         (["cells=[{name: a}, {name: a}]"], "cells: a-s0 is there more than once"),
         (["train.lr=0.1"], "cells[1].grid varies train.lr"),
         (["run_dir=x"], "give folder=… instead"),
+        (["train.steps=7"], "override: found train.steps=7, which the comparison gives every cell"),
+        (["train={max_seconds: 7}"], "override: found train.max_seconds=7"),
+        (["settings={train.epochs: 2}"], "settings: found train.epochs=2"),
+        (["cells=[{name: a, grid: {seed: [0, 1]}}]"], "cells[0].grid: found seed=[0, 1]"),
+        (["cells=[{name: a, settings: {run_dir: x}}]"], 'cells[0].settings: found run_dir="x"'),
+        (["measure.sets.speed={limit: 2}"], "measure.sets: found 'speed', expected another name"),
+        (["measure.sets.held_out_ci95={limit: 2}"], "measure.sets: found 'held_out_ci95'"),
+        (["budget={steps: null, positions: 1000000000000}"], "budget.positions: found 1,000,000,000,000"),
         (["budgt.steps=4"], "did you mean 'budget'?"),
         (["measure.sets.held_out=null"], "measure.sets: found none"),
         (["--gpus", "7"], "--gpus: found '7'"),
@@ -278,6 +288,86 @@ def test_the_front_and_gains() -> None:
     assert [row["front_a"] for row in rows] == [True, True, False, True, None]
     add_gains(rows, ["a"])
     assert [row.get("gain_a") for row in rows] == [-0.5, None, pytest.approx(-0.1), None, 0.5]
+
+
+def test_a_task_does_not_take_the_key_of_a_set() -> None:
+    part = SimpleNamespace(tau=2.0, tau_ci95=[1.0, 3.0])
+    report = SimpleNamespace(tasks={"mix": part, "code x": part}, total=SimpleNamespace(tau=4.0, tau_ci95=[3.0, 5.0]))
+
+    def keys(**sets: dict) -> dict[str, float]:
+        work = SimpleNamespace(measure={"sets": sets})
+        found = taus(work, dict.fromkeys(sets, report))  # type: ignore[arg-type]
+        return {key: value for key, value in found.items() if not key.endswith("_ci95")}
+
+    assert keys(check={"task_field": "set"}) == {"tau_mix": 2.0, "tau_code_x": 2.0}
+    assert keys(check={"task_field": "set"}, mix={}) == {"tau_check_mix": 2.0, "tau_code_x": 2.0, "tau_mix": 4.0}
+    both = keys(a={"task_field": "set"}, b={"task_field": "kind"})
+    assert list(both) == ["tau_a_mix", "tau_a_code_x", "tau_b_mix", "tau_b_code_x"]
+
+
+def test_a_cell_that_was_begun_with_other_settings_starts_anew(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.train.loop import TrainingLoop
+
+    step, words = TrainingLoop.step, ("compare", comparison, "seeds=[0]", "cells=[{name: plain}]",
+                                      "measure.speed.enabled=false")  # fmt: skip
+
+    def stopping(self: TrainingLoop) -> None:
+        if self.standing.state.step == 2:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(TrainingLoop, "step", stopping)
+    assert headstart(*words).code == 130
+    monkeypatch.setattr(TrainingLoop, "step", step)
+    result = headstart(*words, "budget.steps=4", "train.lr=0.02")
+    assert result.code == 0 and "plain-s0: begun with other settings: it starts anew" in result.err
+    trained = json.loads((tmp_path / "sides/cells/plain-s0/steps/train.json").read_text())["result"]
+    assert (trained["resumed_from"], trained["step"]) == (0, 4)
+    assert headstart(*words, "budget.steps=4", "train.lr=0.02").code == 0
+
+
+def test_a_cell_that_lacks_a_measurement_is_not_finished(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.comparing.work import Worker
+
+    measure, words = Worker.measure, ("compare", comparison, "seeds=[0]", "cells=[{name: plain}]")
+
+    def stopping(self: Worker, name: str, run: Run) -> None:
+        if name == "speed":
+            raise KeyboardInterrupt
+        measure(self, name, run)
+
+    monkeypatch.setattr(Worker, "measure", stopping)
+    assert headstart(*words).code == 130
+    values = json.loads((tmp_path / "sides/compare.json").read_text())
+    assert [row["cell"] for row in values["rows"]] == values["unfinished"] == ["plain-s0"]
+    monkeypatch.setattr(Worker, "measure", measure)
+    assert headstart(*words).code == 0
+    assert json.loads((tmp_path / "sides/compare.json").read_text())["unfinished"] == []
+
+
+def test_each_lost_card_costs_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends after an error of CUDA has failed its cell: the next one goes on, however often."""
+    import headstart.comparing.team as team
+
+    cells = [SimpleNamespace(name=f"c{n}") for n in range(5)]
+    work = SimpleNamespace(folder=tmp_path, cells=cells, measure={"sets": {"a": {}}, "speed": {"enabled": False}})
+    made = team.Team(work, _silent(), [None], 1)  # type: ignore[arg-type]
+    (place,) = made.places
+    started: list[int] = []
+    monkeypatch.setattr(made, "_start", lambda place: started.append(1))
+    place.process = SimpleNamespace(poll=lambda: 3, returncode=team.LOST_CODE)  # type: ignore[assignment]
+    for _ in cells:
+        made._look(place, "train")
+    assert len(started) == 5 and not place.over
+    place.process.returncode = 1  # it cannot even begin
+    for _ in range(team.IDLE):
+        made._look(place, "train")
+    with pytest.raises(HeadstartError, match="process 0 ended with exit code 1"):
+        made._look(place, "train")
 
 
 def test_names_of_cells() -> None:

@@ -69,11 +69,14 @@ class Line:
 def fit_line(rows: Sequence[dict[str, Any]], head: str, target: str, name: str, source: str) -> Line:
     """Fit the line of one family. Args: rows: with head, conversations, train_seconds and tau_NAME. name: of the set.
 
-    Raises: DataError for too few rows of this family, or rows that vary neither data nor time.
+    Raises: DataError for too few rows of this family, rows without a number, or rows that vary neither data nor time.
     """
     found = [row for row in rows if row.get("head") == head and row.get(f"tau_{name}") is not None]
     if len(found) < LEAST_ROWS:
         raise DataError(f"{len(found)} rows of {head} with tau_{name}, expected {LEAST_ROWS} or more")
+    for key in ("conversations", "train_seconds"):
+        if odd := [row.get(key) for row in found if not (isinstance(row.get(key), int | float) and row[key] > 0)]:
+            raise DataError(f"rows of {head}: {key}: found {odd[0]!r}, expected a number above 0")
     data = np.log2([float(row["conversations"]) for row in found])
     time = np.log2([float(row["train_seconds"]) for row in found])
     tau = np.array([float(row[f"tau_{name}"]) for row in found])
@@ -153,8 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for path in given.rows:
         value = read_json(path)
-        rows += value["rows"] if isinstance(value, dict) else value
-    heads = sorted({str(row["head"]) for row in rows if row.get(f"tau_{given.set}") is not None})
+        found = value.get("rows") if isinstance(value, dict) else value
+        if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+            raise DataError(f"{path}: expected a comparison's compare.json, or a list of rows")
+        rows += found
+    heads = sorted({str(row.get("head")) for row in rows if row.get(f"tau_{given.set}") is not None})
     if not heads:
         raise ConfigError(f"--set {given.set}: no row has tau_{given.set}")
     lines = [fit_line(rows, head, given.target, given.set, given.source) for head in heads]

@@ -44,6 +44,8 @@ def test_what_was_not_varied_has_no_slope() -> None:
     assert more_data("eagle3", "t", 8192, [timed]) is None
     for wrong, said in (
         (rows()[:3], "3 rows of eagle3 with tau_mix, expected 4"),
+        ([{**row, "conversations": None} for row in rows()], "conversations: found None, expected a number above 0"),
+        ([{**row, "train_seconds": 0} for row in rows()], "train_seconds: found 0, expected a number above 0"),
         (rows(data=(8192, 8200), times=(290, 291)), "neither conversations nor seconds differ"),
         ([row for row in rows(times=(75, 300)) if row["conversations"] == row["train_seconds"]] or
          [{**row, "train_seconds": row["conversations"]} for row in rows(times=(75, 290))], "grow together"),
@@ -78,6 +80,8 @@ def test_lines_are_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     place.write_text('{"schema": 1, "lines": [{"head": "eagle3"}]}')
     with pytest.raises(DataError, match="expected"):
         packaged_lines(place)
+    with pytest.raises(DataError, match="expected a comparison's compare.json, or a list of rows"):
+        main([str(place), *words[1:]])
 
 
 def test_packaged_lines_come_from_measurements() -> None:

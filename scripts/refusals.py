@@ -71,9 +71,11 @@ def planned_training(recipe: Recipe, target: Target) -> Head:
     """What training will train: the head, in joint training with the adapter of its target.
 
     Raises: as planned_head. ConfigError or TargetError for a head or target that cannot be trained together.
-        ConfigError where `train.activation_checkpointing` has nothing to recompute.
+        ConfigError where `train.activation_checkpointing` has nothing to recompute, Muon nothing to train, or rounds
+        no loss that weighs drafts.
     """
     from headstart.train.launching.setup import recompute_activations
+    from headstart.train.optim import check_muon, muon_matrices
     from headstart.train.rounds import check_rounds
 
     head = planned_head(recipe, target)
@@ -84,6 +86,7 @@ def planned_training(recipe: Recipe, target: Target) -> Head:
             check_continued(planned_parameters(target.model, recipe.joint.lora), recipe.joint.lora, start)
         head = JointHead(head, target, recipe.joint, planned=True)
     check_rounds(recipe.train, head)
+    check_muon(recipe.train, muon_matrices(head))
     if recipe.train.activation_checkpointing:
         recompute_activations(head)
     return head
@@ -189,8 +192,12 @@ def ask_export(recipe: Recipe, target: Target) -> str:
 
 
 def ask_held_out(recipe: Recipe, target: Target) -> str:
-    """Whether there is something to measure the target on that joint training will change."""
+    """Whether there is something to measure on: the target that joint training will change, and the head that
+    `train.patience` follows."""
+    from headstart.train.patience import check_patience
+
     data = recipe.data
+    check_patience(recipe.train, bool(data.held_out) or data.held_out_fraction > 0)
     if recipe.joint.enabled and not data.held_out and data.held_out_fraction == 0:
         raise ConfigError(
             "joint.enabled: found true with data.held_out_fraction=0 and no data.held_out, expected held-out "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headstart.heads.base import Head
-from headstart.heads.errors import TrainingError
+from headstart.heads.errors import ConfigError, TrainingError
 from headstart.train.config import TrainConfig
 
 #: key of a parameter group: its rate factor in every stage (Head.rate_factor)
@@ -135,7 +135,7 @@ def build_optimizer(
     Args:
         factors: see rate_factors; None = every parameter has the run's rate.
         tokens, by_muon: token_matrices and muon_matrices of the head; the latter count with train.optimizer=muon alone.
-    Raises: TrainingError when nothing is trainable, a trainable parameter is not float32, or Muon has no matrix.
+    Raises: TrainingError when nothing is trainable, or a trainable parameter is not float32. ConfigError: check_muon.
     """
     trainable = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
     if not trainable:
@@ -145,12 +145,8 @@ def build_optimizer(
         raise TrainingError(
             f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
         )
+    check_muon(config, by_muon)
     by_muon = by_muon if config.optimizer == "muon" else frozenset()
-    if config.optimizer == "muon" and not by_muon:
-        raise TrainingError(
-            "train.optimizer: found muon, but this head has no matrix for it (all have a row for each token, or are "
-            "no matrices): set train.optimizer=adamw"
-        )
     token_decay = config.weight_decay if config.token_weight_decay is None else config.token_weight_decay
 
     def decay(name: str, parameter: nn.Parameter) -> float:
@@ -179,6 +175,15 @@ def build_optimizer(
         betas = (config.betas[0], config.betas[1])
         parts.append(torch.optim.AdamW(rest, lr=config.lr, betas=betas, eps=config.eps, fused=fused))
     return Together(parts) if by_muon else parts[0]
+
+
+def check_muon(config: TrainConfig, by_muon: Set[str]) -> None:
+    """Raise ConfigError where Muon has nothing to train. Args: by_muon: muon_matrices of the head."""
+    if config.optimizer == "muon" and not by_muon:
+        raise ConfigError(
+            "train.optimizer: found muon, but this head has no matrix for it (all have a row for each token, or are "
+            "no matrices): set train.optimizer=adamw"
+        )
 
 
 def token_matrices(head: Head) -> set[str]:

@@ -15,6 +15,7 @@ import transformers
 
 from headstart.heads.errors import ConfigError, FormatError, HeadstartError, TargetError
 from headstart.heads.families import build_head
+from headstart.heads.families.eagle3.head import Eagle3Head
 from headstart.heads.formats import save_head
 from headstart.heads.targets.load import load_target, weightless_target, with_attention
 from headstart.heads.targets.target import TargetConfig
@@ -139,6 +140,13 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
         "Llama", {}, ["head={type: medusa, depth: 2}", "train.activation_checkpointing=true"],
         ConfigError, "activation_checkpointing: found true, medusa heads have no layer whose activations could",
     ),
+    "patience without held-out text": (
+        "Llama", {}, ["train.patience=2", "train.eval_every=1", "data.held_out_fraction=0", "data.held_out=[]"],
+        ConfigError, "train.patience: found 2, but no text is held out",
+    ),
+    "patience without validations": (
+        "Llama", {}, ["train.patience=2", "train.eval_every=0"], ConfigError, "train.eval_every: found 0 with",
+    ),
     "one file": (
         "Llama", {}, ["head={type: medusa, depth: 2}", "export.engines=[tgi]", "export.max_shard_size=20KB"],
         FormatError, "export.max_shard_size: .* its readers open no second file",
@@ -194,6 +202,16 @@ def test_what_works_is_not_refused(name: str, head: str, recipe: Path, target_of
     overrides = retyped(recipe, [f"head={head}"]) + [f"export.engines={wanted}"]
     settings = load_recipe(recipe, [f"target.name={target_of(name, **SMALL)}", *overrides])
     refuse_ahead(settings, weightless_target(settings.target))
+
+
+def test_an_optimiser_without_matrices_is_refused_first(
+    recipe: Path, target_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_recipe(recipe, [f"target.name={target_of('Llama')}", "train.optimizer=muon"])
+    refuse_ahead(settings, weightless_target(settings.target))
+    monkeypatch.setattr(Eagle3Head, "without_muon", ("",))  # no name is left
+    with pytest.raises(ConfigError, match="train.optimizer: found muon, but this head has no matrix"):
+        refuse_ahead(settings, weightless_target(settings.target))
 
 
 def test_every_command_asks(headstart: Callable, recipe: Path, target_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from test_golden import curve, make_head, make_samples, run_random, tiny_target
 from torch import Tensor, nn
 from train_fakes import FakeHead
 
-from headstart.heads.errors import ConfigError, TrainingError
+from headstart.heads.errors import ConfigError
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.optim import build_optimizer, muon_matrices, set_rate, token_matrices
@@ -102,7 +102,7 @@ def test_the_decay_of_token_matrices_may_differ():
 
 
 def test_a_head_without_inner_matrices_is_refused():
-    with pytest.raises(TrainingError, match="train.optimizer: found muon, but this head has no matrix for it"):
+    with pytest.raises(ConfigError, match="train.optimizer: found muon, but this head has no matrix for it"):
         build_optimizer(FakeHead(), TrainConfig(steps=1, optimizer="muon"), by_muon=muon_matrices(FakeHead()))
 
 

@@ -351,8 +351,7 @@ class TrainingLoop:
         standing, saving = self.standing, self.saving
         self.health.examine_all()
         assert self.observers.validate is not None
-        averaged = self.parallel.averages.swapped
-        with standing.screen.phase("validating", said=False), averaged(), self.parallel.whole_head():
+        with standing.screen.phase("validating", said=False), saving.averaged(), self.parallel.whole_head():
             values = self.observers.validate(self.head, standing.state.step, final)
         values = from_main(values)  # rank 0 alone measures τ
         standing.log_validation(values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +159,27 @@ class Saving:
             state.best = {"name": name, "value": values[name], "step": state.step}
             self._save_best(dict(state.best))
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While open, the parameters hold the averages, if there are any. They change when what is being copied of them
+        has been: a checkpoint of the weights before, the best head of the averages after.
+        """
+        self.writer.protect()
+        with self.parallel.averages.swapped():
+            try:
+                yield
+            finally:
+                self.writer.protect()
+
     def _save_best(self, best: dict[str, Any]) -> None:
         began = time.perf_counter()
-        with self.parallel.averages.swapped():
+        with self.averaged():
             tensors = self.parallel.head_tensors()  # gathered by all ranks
             if self.standing.rank == 0:
                 self.writer.save_best(tensors, best)
             else:
                 for _ in tensors:
                     pass
-            self.writer.protect()  # the weights come back when the averages have been copied
         self.blocked = max(self.blocked, time.perf_counter() - began)
 
     def load_best(self, best: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from fake_runs import assert_same_weights, losses, run
@@ -10,7 +12,9 @@ from torch import nn
 from train_fakes import FakeHead
 
 from headstart.train.averages import Averages, rate_of
+from headstart.train.checkpoints import writer
 from headstart.train.checkpoints.checkpoint import CheckpointStore
+from headstart.train.checkpoints.writer import HostCopies
 
 
 def test_averages_are_the_weighted_sum_of_all_weights():
@@ -63,6 +67,52 @@ def test_validation_the_best_head_and_the_end_have_the_averages(tmp_path, select
         assert not torch.equal(last[name], value)
     best = load_file(tmp_path / "checkpoints/best/head.safetensors")
     assert all(torch.equal(best[name], value) for name, value in seen[12].items())
+
+
+class LateCopies(HostCopies):
+    """Copies as on a GPU: they are made later, of what the tensors hold then; `protect` waits for them."""
+
+    late: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def take(self, group, tensors):
+        pairs = {name: (torch.empty_like(tensor), tensor.detach()) for name, tensor in tensors}
+        self.late.extend(pairs.values())
+        return {name: copy for name, (copy, _) in pairs.items()}
+
+    def protect(self):
+        for copy, tensor in self.late:
+            copy.copy_(tensor)
+        self.late.clear()
+
+    wait = protect
+
+    def ready(self):
+        return not self.late
+
+
+def test_a_checkpoint_holds_the_weights_though_a_validation_follows(tmp_path, monkeypatch):
+    """The averages take the place of weights that are still being copied only when the copies are complete."""
+    weights_at, averages_at, update = {}, {}, Averages.update
+
+    def noting(self, step):
+        update(self, step)
+        weights_at[step] = {name: p.detach().clone() for name, p in self._trained().items()}
+        averages_at[step] = {name: value.clone() for name, value in self.tensors()}
+
+    monkeypatch.setattr(Averages, "update", noting)
+    monkeypatch.setattr(writer, "HostCopies", LateCopies)
+
+    def validate(head, step, final):
+        return {"valid/walked_tau": -float(step)}
+
+    run(tmp_path, validate=validate, eval_every=4, average_decay=0.8, keep=0)
+    for step in (4, 8, 12):
+        place = tmp_path / f"checkpoints/step-{step:08}"
+        head, optimizer = load_file(place / "head.safetensors"), load_file(place / "optimizer.safetensors")
+        for name, value in weights_at[step].items():
+            assert torch.equal(head[name], value) and torch.equal(optimizer[f"average/{name}"], averages_at[step][name])
+    best = load_file(tmp_path / "checkpoints/best/head.safetensors")  # of the first validation
+    assert all(torch.equal(best[name], value) for name, value in averages_at[4].items())
 
 
 def test_a_resumed_run_goes_on_with_its_averages(tmp_path):

@@ -33,6 +33,9 @@ REMEDIES = {
     ),
     LEFT_OUT: WHAT_HELPS.format("train on", "train"),
 }
+#: end of the reason for dropping a sample of which data.max_length left too little, and what helps
+CUT = " within max_length"
+LARGER = "a larger data.max_length keeps more of an answer behind a long prompt"
 #: reason for dropping a conversation that the template wrote no answer of
 NOTHING = "no sample"
 
@@ -88,6 +91,7 @@ class TokenizeReport:
         for reason, names in sorted(self.dropped.items()):
             lines.append(f"dropped {len(names)}: {reason} ({first_names(names)})")
         lines += [told for begin, told in REMEDIES.items() if any(reason.startswith(begin) for reason in self.dropped)]
+        lines += [LARGER] if any(reason.endswith(CUT) for reason in self.dropped) else []
         if self.truncated:
             lines.append(f"truncated {len(self.truncated)} at max_length ({first_names(self.truncated)})")
         if self.open_ended:
@@ -162,7 +166,7 @@ def _sample(
         tokens, turns = tokens[: config.max_length], turns[: config.max_length]
     supervised = int(np.count_nonzero(turns >= 0))
     if supervised < config.min_supervised:
-        cut = " within max_length" if whole > config.max_length else ""
+        cut = CUT if whole > config.max_length else ""
         return report.drop(f"fewer than min_supervised={config.min_supervised} supervised tokens{cut}", name)
     if whole > config.max_length:
         report.truncated.append(name)

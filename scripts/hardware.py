@@ -70,7 +70,7 @@ def _card(card: str, text: str) -> tuple[float, str]:
     if short not in names:
         near = difflib.get_close_matches(short, names, n=1)
         hint = f"; did you mean {names[near[0]]}?" if near else ""
-        raise ConfigError(f"--gpu: found {text!r}, {EXPECTED}{hint} Cards known by name: {', '.join(CARDS)}")
+        raise ConfigError(f"--gpu: found {text!r}, {EXPECTED}; known by name: {', '.join(CARDS)}{hint}")
     return CARDS[names[short]], names[short]
 
 

@@ -129,7 +129,8 @@ def look_at(data: str) -> Found:
     if "dataset" in source:
         source, count = {**source, "limit": HUB_LIMIT}, HUB_LIMIT
     elif count < 200:
-        notes.append(f"{count} are few: a head needs hundreds of conversations of one kind, or thousands of all kinds")
+        few = f"few records ({count})"
+        notes.append(f"{few}: a head needs hundreds of conversations of one kind, or thousands of all kinds")
     return Found(source, count, answered > 0 and not prompts, list(layouts), notes)
 
 

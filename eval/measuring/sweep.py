@@ -1,4 +1,4 @@
-"""Speed-up by batch size and by context length, and the batch size at which speculation stops gaining."""
+"""Speed-up by batch size and by context length, and the batch sizes at which drafting gains."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def gain_ends(points: list[dict[str, Any]]) -> dict[str, Any]:
     if not measured:
         says = "no speed-up was measured"
     elif all(gains):
-        says = f"speculation gains at every batch measured ({measured[-1][1]:.2f}× at {measured[-1][0]})"
+        says = f"drafting gains at every batch measured ({measured[-1][1]:.2f}× at {measured[-1][0]})"
     elif lost == 0:
-        says = f"speculation gains nothing from batch {measured[0][0]} on ({measured[0][1]:.2f}×)"
+        says = f"drafting gains nothing from batch {measured[0][0]} on ({measured[0][1]:.2f}×)"
     elif lost is not None and all(gains[:lost]):
         (before, gain), (batch, loss) = measured[lost - 1], measured[lost]
         says = f"the gain ends at batch {batch} ({loss:.2f}×); batch {before} still gains ({gain:.2f}×)"
@@ -180,5 +180,5 @@ def gain_ends(points: list[dict[str, Any]]) -> dict[str, Any]:
                       if gained is wanted)
             for wanted in (True, False)
         )  # fmt: skip
-        says = f"speculation gains at batch {kept}; it does not at {rest}"
+        says = f"drafting gains at batch {kept}; it does not at {rest}"
     return {"gain_ends": None if lost is None else measured[lost][0], "says": says}

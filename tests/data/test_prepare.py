@@ -77,6 +77,7 @@ def test_truncate_and_drop_are_reported(tokenizer):
     assert samples == [] and report.truncated == []
     assert report.dropped == {"fewer than min_supervised=2 supervised tokens within max_length": ["short", "long"]}
     assert any(line.startswith("dropped 2: fewer than min_supervised=2") for line in report.lines())
+    assert "a larger data.max_length keeps more of an answer behind a long prompt" in report.lines()
 
 
 def test_report_counts(tokenizer):
@@ -89,6 +90,7 @@ def test_report_counts(tokenizer):
     (remedy,) = (line for line in report.lines() if line.startswith("prompts alone belong in data.distill.prompts"))
     assert "named in columns of the source" in remedy
     assert report.dropped["fewer than min_supervised=2 supervised tokens"] == ["empty"]
+    assert not any("data.max_length" in line for line in report.lines())
     assert report.tokens == len(samples[0]) and report.supervised_tokens == 4  # Hello | there | . | end
 
 

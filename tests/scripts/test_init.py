@@ -61,7 +61,7 @@ def test_a_recipe_for_the_cpu(headstart: Callable, tiny_target: Path, conversati
     made = headstart("init", *options)
     assert made.code == 0, made.err
     assert made.out.splitlines() == ["headstart plan mine.yaml", "headstart run mine.yaml"]
-    assert "24 conversations (messages)" in made.err and "24 are few" in made.err
+    assert "24 conversations (messages)" in made.err and "few records (24): a head needs" in made.err
     recipe = loaded(tmp_path / "mine.yaml")
     assert recipe.name == "mine" and recipe.target.name == str(tiny_target)
     assert (recipe.target.device, recipe.target.dtype) == ("cpu", "float32")

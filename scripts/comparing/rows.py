@@ -41,7 +41,7 @@ def collect(work: Work) -> dict[str, Any]:
         mark_front(rows, name)
     values = {
         "schema": SCHEMA, "name": work.name, "budget": work.budget, "command": work.command, "sets": sets,
-        "rows": rows, "failed": failed, "unfinished": unfinished, "notes": notes_of(work),
+        "rows": rows, "failed": failed, "unfinished": unfinished, "notes": notes_of(work, rows),
     }  # fmt: skip
     return published(values)
 
@@ -69,6 +69,7 @@ def row_of(work: Work, cell: Cell, found: dict[str, Report]) -> dict[str, Any] |
         "draft_ms_from": None if not cycle else _how(speed or first),
         "train_seconds": spent["seconds"], "steps": spent["steps"], "positions": spent["positions"],
         "conversations": spent["conversations"], "peak_memory_bytes": spent["peak_memory_bytes"],
+        "features": spent.get("features"),
         "parameters": head.get("parameters"), "side_by_side": work.side_by_side, "budget": work.budget,
         "tree": first.tree["label"], "dtype": first.dtype, "batch": first.batch_size,
         "temperature": first.temperature, "max_new_tokens": first.max_new_tokens,
@@ -141,9 +142,15 @@ def mark_front(rows: list[dict[str, Any]], name: str) -> None:
         row[f"front_{name}"] = not any(t <= time and u >= tau and (t, u) != (time, tau) for t, u in others)
 
 
-def notes_of(work: Work) -> list[str]:
+def notes_of(work: Work, rows: Sequence[dict[str, Any]]) -> list[str]:
     """How to read the numbers."""
     notes = list(work.notes)
+    within = [row["cell"] for row in rows if row["features"] == "online"]
+    if work.budget["kind"] == "seconds" and 0 < len(within) < len(rows):
+        notes.append(
+            f"the seconds are not equal: the target's features of {', '.join(within)} were made within them "
+            "(data.features=online), those of the other cells before: set data.features alike"
+        )
     if work.budget["kind"] == "positions":
         notes.append("positions are supervised positions that training passed over, whatever share a head draws")
     return notes

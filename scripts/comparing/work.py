@@ -31,6 +31,7 @@ from headstart.heads.host_memory import forget_peak, peak_bytes
 from headstart.heads.targets.load import resolve_device
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.pipeline.data import prepare, trained_samples
+from headstart.pipeline.features import features_kind
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
 from headstart.pipeline.train import is_trained, train
@@ -184,6 +185,7 @@ class Worker:
             "samples": len(samples),
             "steps": trained["step"],
             "seconds": trained["seconds"],
+            "features": features_kind(run),
         })  # fmt: skip
 
     def measure(self, name: str, run: Run) -> None:

@@ -13,7 +13,7 @@ import yaml
 from headstart.comparing.cells import Work, cell_name, make_cells
 from headstart.comparing.config import load_comparison, shipped_comparisons
 from headstart.comparing.data import positions_of_steps, steps_for_positions
-from headstart.comparing.rows import add_gains, mark_front, taus
+from headstart.comparing.rows import add_gains, mark_front, notes_of, taus
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run
@@ -69,6 +69,7 @@ def test_cells_end_in_rows_that_equal_their_reports(headstart: Callable, compari
         assert row["speedup_batch_1"] == speed["speedup"] and row["draft_ms"] == speed["cycle"]["draft_ms"]
         assert row["speedup_batch_2"] == speed["sweeps"]["batch"]["points"][0]["speedup"]
         assert row["steps"] == trained["step"] == 3 and row["train_seconds"] == trained["seconds"]
+        assert row["features"] == "online"
         assert row["parameters"] == report["head"]["parameters"] > 0 and row["peak_memory_bytes"] > 0
         assert report["dtype"] == row["dtype"] == "float32" and row["budget"] == {"kind": "steps", "value": 3}
         assert row["git_revision"] == report["git_revision"] and row["card"] == report["device"]
@@ -368,6 +369,15 @@ def test_each_lost_card_costs_one_cell(tmp_path: Path, monkeypatch: pytest.Monke
         made._look(place, "train")
     with pytest.raises(HeadstartError, match="process 0 ended with exit code 1"):
         made._look(place, "train")
+
+
+def test_seconds_of_cells_whose_features_differ_are_not_equal() -> None:
+    rows = [{"cell": "a", "features": "memory"}, {"cell": "b", "features": "online"}, {"cell": "c", "features": None}]
+    seconds = SimpleNamespace(notes=["x"], budget={"kind": "seconds", "value": 5})
+    steps = SimpleNamespace(notes=[], budget={"kind": "steps", "value": 5})
+    kept, said = notes_of(seconds, rows)  # type: ignore[arg-type]
+    assert kept == "x" and said.startswith("the seconds are not equal: the target's features of b were made within")
+    assert notes_of(seconds, rows[1:2]) == ["x"] and notes_of(steps, rows) == []  # type: ignore[arg-type]
 
 
 def test_names_of_cells() -> None:

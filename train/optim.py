@@ -189,7 +189,9 @@ def check_muon(config: TrainConfig, by_muon: Set[str]) -> None:
 def token_matrices(head: Head) -> set[str]:
     """Names of the trained matrices with a row or a column for each token: embeddings, outputs, their updates."""
     tokens = {head.dims.vocab_size, head.draft_vocab_size}
-    return {n for n, p in head.named_parameters() if p.requires_grad and p.ndim > 1 and tokens & set(p.shape)}
+    inner = {p for layer in head.draft_layers for p in layer.parameters()}  # an MLP may be as wide as U by chance
+    found = {n: p for n, p in head.named_parameters() if p.requires_grad and p not in inner}
+    return {n for n, p in found.items() if p.ndim > 1 and tokens & set(p.shape)}
 
 
 def muon_matrices(head: Head) -> set[str]:

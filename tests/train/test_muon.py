@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from train_fakes import FakeHead
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.optim import build_optimizer, muon_matrices, set_rate, token_matrices
@@ -88,6 +89,15 @@ def test_outputs_and_embeddings_stay_with_adamw():
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "layers.1.self_attn.o_proj.weight"} <= found
     assert "lm_head.weight" in token_matrices(head) and not found & token_matrices(head)
     assert all(p.ndim == 2 for name, p in head.named_parameters() if name in found)
+
+
+def test_layers_as_wide_as_the_draft_vocabulary_stay_with_muon():
+    dims = tiny_target().dims
+    config = FAMILIES["eagle3"].config(draft_vocab_size=dims.intermediate_size)
+    head = build_head(config, dims)
+    assert head.draft_vocab_size == head.midlayer.mlp.up_proj.out_features
+    assert "lm_head.weight" in token_matrices(head)
+    assert {f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} <= muon_matrices(head)
 
 
 def test_the_decay_of_token_matrices_may_differ():

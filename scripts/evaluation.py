@@ -23,8 +23,13 @@ from headstart.heads.published_names import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
 from headstart.quality_guard import summary
 from headstart.saved_heads import trained_otherwise
-from headstart.training_record import run_of, training_record
+from headstart.training_record import measured_on_training, run_of, training_record
 
+#: what a report says of prompts that the head's own run trained on
+TRAINED = (
+    "the head was trained on the file of these prompts, so τ may be higher here than on others; "
+    "data/held_out.jsonl of its run has prompts that did not train"
+)
 #: what takes long before the first answer on a GPU
 FIRST = "the first one compiles kernels and captures cycles:"
 #: most prompts that are decoded together to measure τ on longer answers
@@ -59,6 +64,9 @@ def measure(
     with console.progress("eval", "prompts", notes=True, first=first) as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=advance)
     report.notes += [warning] if warning is not None else []
+    if measured_on_training(place, [str(source.path) for source in eval_sources(config.data) if source.path]):
+        console.say(f"WARNING: {TRAINED}")
+        report.notes.append(TRAINED)
     if place is not None and (cost := notes(place).get("quality")):
         report.notes.append(f"the head drafts for a tuned target: {summary(cost)}")
     if head_info == UNTRAINED:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json
@@ -25,6 +28,27 @@ def run_of(head: Path | None) -> Path | None:
     """The directory of the run that a head lies in; None where it lies in none."""
     run = head.resolve().parent if head is not None else None
     return run if run is not None and (run / "steps").is_dir() else None
+
+
+def files_of_training(head: Path | None) -> set[Path]:
+    """Files and folders whose conversations or prompts the run of a head read; none where the head lies in no run."""
+    run, found = run_of(head), set()
+    if run is not None:
+        with suppress(OSError, UnicodeError, yaml.YAMLError, AttributeError, TypeError, ValueError):
+            data = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]
+            sources = [*(data.get("sources") or []), *((data.get("distill") or {}).get("prompts") or [])]
+            found = {_whole(source["path"]) for source in sources if source.get("path")}
+    return found
+
+
+def _whole(path: str) -> Path:
+    return Path(os.path.expanduser(path)).resolve()
+
+
+def measured_on_training(head: Path | None, paths: Iterable[str]) -> bool:
+    """Whether the run of a head trained on one of these files of prompts, or on a folder that one lies in."""
+    trained = files_of_training(head)
+    return any(trained.intersection((place, *place.parents)) for place in map(_whole, paths))
 
 
 def training_record(head: Path | None) -> dict[str, Any] | None:

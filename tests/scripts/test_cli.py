@@ -64,6 +64,10 @@ def test_eval_measures_a_ready_head_on_own_prompts(
     assert sorted(report["tasks"]) == ["a", "b"] and report["tree"]["label"] == "chain2"
     assert report["greedy_identity"]["identical"] == 2
     assert json.loads(Path(report["report"]).read_text())["tau"] == report["tau"]
+    assert "the head was trained on the file of these prompts" not in result.err + str(report["notes"])
+    trained = headstart("eval", *options[:-1], tmp_path / "prompts.jsonl", "eval.max_new_tokens=6", "--json")
+    assert "WARNING: the head was trained on the file of these prompts" in " ".join(trained.err.split())
+    assert any(note.startswith("the head was trained on the file of these prompts") for note in trained.json["notes"])
     plain = headstart("eval", *options[2:], "eval.drafter=none", "eval.max_new_tokens=6", "--json")
     assert plain.code == 0 and plain.json["tau"] == 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headstart.training_record import POINTS, training_record
+from headstart.training_record import POINTS, measured_on_training, training_record
 
 
 def run_dir(place: Path, records: list[object], data: object) -> Path:
@@ -34,6 +34,23 @@ def test_curves_hold_what_was_logged(tmp_path: Path) -> None:
         },
         "steps": 2, "seconds": 1.25, "data": {},
     }  # fmt: skip
+
+
+def test_prompts_of_the_training_are_known_by_their_file(tmp_path: Path) -> None:
+    head = run_dir(tmp_path / "run", [], {})
+    assert not measured_on_training(head, [str(tmp_path / "a.jsonl")]), "a run without its recipe"
+    recipe = tmp_path / "run/recipe.yaml"
+    recipe.write_text(
+        f"data:\n  sources: [{{path: {tmp_path}/logs}}, {{dataset: a/b}}]\n"
+        f"  distill: {{prompts: [{{path: {tmp_path}/x/../a.jsonl}}]}}\n"
+    )
+    for name, trained in (("a.jsonl", True), ("b.jsonl", False), ("logs/day/1.jsonl", True), ("logs2.jsonl", False)):
+        assert measured_on_training(head, [str(tmp_path / name)]) is trained, name
+    assert measured_on_training(head, ["elsewhere.jsonl", str(tmp_path / "a.jsonl")])
+    assert not measured_on_training(None, [str(tmp_path / "a.jsonl")])
+    for broken in ("data: 3\n", "[", "data: {sources: [7]}\n"):
+        recipe.write_text(broken)
+        assert not measured_on_training(head, [str(tmp_path / "a.jsonl")])
 
 
 def test_long_curves_are_thinned_and_keep_their_end(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def test_every_screen_of_a_run_fits_80_columns(recipe: Path) -> None:
     written, code = in_terminal(command("run", recipe, "train.epochs=6"))
     lines = lines_of(written)
     assert code == 0, written
-    # launch commands are whole, so that they can be copied
-    whole = r"# |vllm |python -m sglang|trtllm| *speculative_model: |report: |exported head"
+    # launch commands and paths are whole, so that they can be copied
+    whole = r"# |vllm |python -m sglang|trtllm| *speculative_model: |report: |exported head|/\S+$"
     launch = [line for line in lines if re.match(whole, line)]
     assert [line for line in lines if cell_len(line) > 80 and line not in launch] == []
     assert [line for line in lines for words in THEIRS if words in line] == []

@@ -229,7 +229,8 @@ def eval_settings(recipe: Recipe, measured: dict[str, Any], name: str, held_out:
     words = as_overrides({**base, **tree, "eval.seed": recipe.seed})
     config = deepcopy(_evaluation((*words, *given)))
     if name == SPEED and config.data is None:
-        config.data = [part for settings in measured["sets"].values() for part in _parts(settings.get("data"))]
+        parts = [part for settings in measured["sets"].values() for part in _parts(settings.get("data"))]
+        config.data = [part for n, part in enumerate(parts) if part not in parts[:n]]  # sets may share their prompts
     if config.data is None or config.data == []:
         config.data = str(held_out)
     elif isinstance(config.data, list):

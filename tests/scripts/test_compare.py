@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from headstart.comparing.cells import Work, cell_name, make_cells
 from headstart.comparing.config import load_comparison, shipped_comparisons
 from headstart.comparing.data import positions_of_steps, steps_for_positions
 from headstart.comparing.rows import add_gains, mark_front, notes_of, taus
+from headstart.comparing.work import eval_settings
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run
@@ -378,6 +380,16 @@ def test_seconds_of_cells_whose_features_differ_are_not_equal() -> None:
     kept, said = notes_of(seconds, rows)  # type: ignore[arg-type]
     assert kept == "x" and said.startswith("the seconds are not equal: the target's features of b were made within")
     assert notes_of(seconds, rows[1:2]) == ["x"] and notes_of(steps, rows) == []  # type: ignore[arg-type]
+
+
+def test_prompts_of_several_sets_are_timed_once(comparison: Path) -> None:
+    sets = "measure.sets={a: {data: [x.jsonl, y.jsonl]}, b: {data: x.jsonl, temperature: 1}, c: {}, held_out: {}}"
+    config, settings, path = load_comparison(str(comparison), [sets])
+    recipe = make_cells(config, settings, path)[0].load(Path("f"))
+    measured = {**asdict(config.measure), "sets": config.sets, "cycle_parts": False}
+    assert eval_settings(recipe, measured, "speed", Path("held")).data == ["held", "x.jsonl", "y.jsonl"]
+    assert eval_settings(recipe, measured, "b", Path("held")).data == "x.jsonl"
+    assert eval_settings(recipe, measured, "c", Path("held")).data == "held"
 
 
 def test_names_of_cells() -> None:

@@ -138,8 +138,8 @@ def cycle(runs: Runs) -> Panel:
     title = "Where a cycle's time goes"
     measured = {label: report for label, report in runs.items() if report.get("cycle")}
     if not measured:
-        return Panel("cycle", title, absent="The parts of a cycle were not timed (eval.cycle_parts, a head that drafts "
-                     "on the device).")  # fmt: skip
+        return Panel("cycle", title, absent="The parts of a cycle were not timed: eval.cycle_parts is off, or no head "
+                     "drafted on the device.")  # fmt: skip
     rows, bars = [], {}
     for label, report in measured.items():
         parts = {name: float(report["cycle"][f"{name}_ms"]) for name in ("draft", "verify", "rest")}

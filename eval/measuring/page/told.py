@@ -83,7 +83,10 @@ def _tokens(sample: dict[str, Any]) -> Iterator[Token]:
             yield Token("accepted", visible(piece), f"cycle {number}: drafted at position {place} and accepted")
         for place, piece in enumerate(rejected, start=len(accepted) + 1):
             first = place == len(accepted) + 1
-            why = "the target wrote something else" if first else "stood behind a rejected draft"
+            # typical acceptance can refuse a token and then draw it; and two tokens can have one text
+            same = piece == cycle["own"]
+            other = "the target's own token reads the same" if same else "the target wrote something else"
+            why = other if first else "stood behind a rejected draft"
             kind = "rejected" if first else "later"
             title = f"cycle {number}: drafted at position {place} and rejected: {why}"
             yield Token(kind, visible(piece, breaks=False), title)

@@ -119,6 +119,16 @@ def test_every_token_has_its_author(page: Page) -> None:
     ]  # fmt: skip
 
 
+def test_why_a_draft_was_rejected() -> None:
+    cycles = [{"drafted": 2, "accepted": [], "rejected": [" a", " b"], "own": own} for own in (" c", " a")]
+    sample = {"task": "t", "prompt": "", "first": "x", "tau": 1.0, "finish_reason": "stop", "cycles": cycles}
+    (shown,) = samples({"": whole(samples=[sample]).to_json()})
+    assert [token.title.split(": ", 2)[-1] for token in shown.tokens if token.kind in ("rejected", "later")] == [
+        "the target wrote something else", "stood behind a rejected draft",
+        "the target's own token reads the same", "stood behind a rejected draft",
+    ]  # fmt: skip
+
+
 def test_samples_say_what_of_a_tree_and_of_a_scheduler_they_show() -> None:
     tree = {"kind": "dynamic", "depth": 3, "label": "dynamic60"}
     one_path, whole_draft = "Of a draft tree only one path is shown", "Here each cycle drafts all that the"

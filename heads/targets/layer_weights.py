@@ -6,6 +6,7 @@ of queries and keys or none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,9 @@ def check_start(ends: TargetEnds, numbers: Sequence[int], layers: Sequence[Draft
             "family has that field"
         )
     for number, layer in zip(numbers, layers, strict=True):
-        _check_layer(_parameters(_layer(ends.model, number), number), number, layer)
+        source = _layer(ends.model, number)
+        _check_layer(_parameters(source, number), number, layer)
+        _check_factors(source, number, layer)
 
 
 def start(head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSNorm) -> None:
@@ -170,3 +173,18 @@ def _check_layer(found: dict[str, nn.Parameter], number: int, layer: DraftLayer)
             f"head.qk_norm: found false with head.start_layers, but layer {number} of the target norms queries and "
             "keys: set head.qk_norm=true, or head.start_layers=null"
         )
+
+
+def _check_factors(source: Any, number: int, layer: DraftLayer) -> None:
+    """Raises: ConfigError for a layer that scales scores or outputs otherwise than draft layers do (Granite)."""
+    usual = layer.self_attn.head_dim**-0.5
+    factors = {
+        "scores of attention": (getattr(source.self_attn, "scaling", usual), usual),
+        "outputs": (getattr(source, "residual_multiplier", 1.0), 1.0),
+    }
+    for what, (theirs, own) in factors.items():
+        if not math.isclose(theirs, own, rel_tol=1e-6):
+            raise ConfigError(
+                f"head.start_layers: layer {number} of the target multiplies its {what} by {theirs:g}, and draft "
+                f"layers by {own:g}: a copy would compute something else: set head.start_layers=null"
+            )

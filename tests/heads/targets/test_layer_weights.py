@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from headstart.heads.base import Head
@@ -142,6 +143,24 @@ def test_layers_that_cannot_be_copied_are_refused_without_weights(kind, more, co
     ends = TargetEnds(torch.zeros(97, 32), target_of().teacher, model)
     with pytest.raises(ConfigError, match=message):
         check_start(ends, config["start_layers"], head.draft_layers, "silu")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"attention_multiplier": 0.25}, "layer 1 .* multiplies its scores of attention by 0.25, .* by 0.353553"),
+        ({"attention_multiplier": 8**-0.5, "residual_multiplier": 0.5}, "multiplies its outputs by 0.5, .* by 1:"),
+        ({"attention_multiplier": 8**-0.5}, None),
+    ],
+)
+def test_layers_that_scale_otherwise_are_refused(more, said):
+    """Granite's layers have the names of Llama's."""
+    head = build_head(Eagle3Config(draft_vocab_size=40, start_layers=[1]), target_of().dims)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GraniteConfig(**SIZES, **more))
+    ends = TargetEnds(torch.zeros(97, 32), target_of().teacher, model)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_start(ends, [1], head.draft_layers, "silu")
 
 
 def test_weights_that_are_not_there_are_refused():

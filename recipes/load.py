@@ -108,7 +108,8 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
             hint = f"what is there is a run's directory; its recipe is {other / 'recipe.yaml'}. "
     # quoted if it is empty, long or not printable
     quoted = text if text.isprintable() and 0 < len(text) <= SHOWN else shown(text)
-    raise ConfigError(f"{quoted}: no such recipe; {hint}Give a YAML file or a shipped recipe: {', '.join(names)}")
+    said = f"; {hint}" if hint else ". "
+    raise ConfigError(f"{quoted}: no such recipe{said}Give a YAML file or a shipped recipe: {', '.join(names)}")
 
 
 def read_chain(path: Path, seen: tuple[Path, ...] = (), read: list[Path] | None = None) -> list[Layer]:
@@ -279,9 +280,8 @@ def _settle_head(layers: Sequence[Layer]) -> tuple[str, list[Layer]]:
         family = str(named) if named is not None else family
         kept.append(layer)
     if family is None:
-        raise ConfigError(
-            f"{layers[-2].label if len(layers) > 1 else layers[-1].label}: head.type is not set: {', '.join(FAMILIES)}"
-        )
+        where = layers[-2 if len(layers) > 1 else -1].label
+        raise ConfigError(f"{where}: head.type is not set; expected one of {', '.join(FAMILIES)}")
     return family, kept
 
 

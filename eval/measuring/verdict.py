@@ -127,7 +127,9 @@ def verdict_of_report(report: dict[str, Any], training: Training | None = None) 
     pays, batch = judge(interval), report["batch_size"]
     says = [_measured(report, speedup, interval, pays), *_chains(report), *_batches(report), *cut]
     advice = _pays_next(report) if pays else _next(report, speedup, interval, pays, training)
-    title = title_of(pays, [*_judged(report), (batch, pays)])
+    # a sweep may measure the report's batch size on fewer prompts: the report's own verdict counts
+    others = [(size, found) for size, found in _judged(report) if size != batch]
+    title = title_of(pays, [*others, (batch, pays)])
     return Verdict(pays, says, advice, _tokens(report, pays), speedup, interval, batch, title)
 
 

@@ -205,6 +205,8 @@ def test_the_title_names_the_batch_sizes_where_they_differ() -> None:
     found = verdict_of_report(report(**LOSES, sweeps={"batch": {"points": both}}))
     assert found.pays is False
     assert lines_of(found.to_json())[0] == "Verdict: drafting does not pay at batch 1, but it pays at batch 4"
+    again = [point(1, 2.0, [1.5, 2.5])]  # the sweep's few prompts say otherwise at the same batch size
+    assert verdict_of_report(report(**LOSES, sweeps={"batch": {"points": again}})).title == "drafting does not pay"
     assert verdict_of_report(report()).title == title_of(True, [(1, True), (8, True)]) == "drafting pays"
     unsure = title_of(None, [(1, None), (4, True), (8, True), (16, False)])
     assert unsure == "it cannot be told whether drafting pays at batch 1, but it pays at batch 4 and 8"

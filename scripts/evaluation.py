@@ -99,8 +99,10 @@ def training_of(head: Path | None) -> Training:
     with suppress(OSError, DataError, KeyError, TypeError, ValueError):
         own = read_json(run / "data" / "report.json")["statistics"]["own_choice"]
         share = float(own["share"]) if own["tokens"] >= ENOUGH_TOKENS else None
-    held_out = len(walked["valid/walked_tau"]) >= RECORDS
-    return Training(walked["valid/walked_tau" if held_out else "train/walked_tau"], held_out, share)
+    validated = walked["valid/walked_tau"]
+    held_out = len(validated) >= RECORDS
+    last = validated[-1] if validated else None
+    return Training(validated if held_out else walked["train/walked_tau"], held_out, share, last)
 
 
 def _time_shorter_chains(

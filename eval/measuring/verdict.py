@@ -24,6 +24,8 @@ USUAL_CYCLE = 1.25
 USUAL_DRAFT = 3
 #: relative change of accepted drafts between two thirds of a training that counts as a change
 CHANGE = 0.03
+#: share of the accepted drafts in training below which those on held-out conversations say that it learnt by heart
+BY_HEART = 0.7
 #: fewest records in which a trend is looked for
 RECORDS = 6
 #: times as many prompts as were measured, beyond which more of them are not advised
@@ -44,11 +46,13 @@ class Training:
         walked: walked accepted lengths (τ) in the order of training.
         held_out: whether they are of held-out conversations; else of the training data.
         own_share: share of the answer tokens that are the target's own greedy choice; None = not known.
+        validated: the last one along held-out conversations; None = not measured.
     """
 
     walked: list[float] = field(default_factory=list)
     held_out: bool = False
     own_share: float | None = None
+    validated: float | None = None
 
 
 @dataclass(frozen=True)
@@ -386,13 +390,25 @@ def _train_more(training: Training, report: dict[str, Any]) -> list[str]:
         before, last = fmean(training.walked[-2 * third : -third]), fmean(training.walked[-third:])
         whose = "on held-out conversations" if training.held_out else "in training"
         moved = f"the accepted length {whose} went from {before:.2f} to {last:.2f}"
-        if last - 1 > (1 + CHANGE) * (before - 1):
-            advice.append(f"Train longer (train.epochs): {moved} over the last third and still rises.")
+        if not training.held_out and training.validated is not None and training.validated - 1 < BY_HEART * (last - 1):
+            advice.append(
+                f"Train on more conversations: the accepted length was {last:.2f} in training and "
+                f"{training.validated:.2f} on held-out conversations, so it has learnt these by heart."
+            )
+        elif last - 1 > (1 + CHANGE) * (before - 1):
+            advice.append(f"Train longer ({_limits(report)}): {moved} over the last third and still rises.")
         elif training.held_out and last - 1 < (1 - CHANGE) * (before - 1):
             advice.append(f"Train on more conversations: {moved} over the last third, so it has learnt these by heart.")
         else:
             advice.append(f"Train on more conversations: {moved} over the last third and rises no more.")
     return advice
+
+
+def _limits(report: dict[str, Any]) -> str:
+    """The settings that bound the training of the report's recipe."""
+    train = (report.get("recipe") or {}).get("train") or {}
+    limits = [f"train.{name}" for name in ("steps", "epochs", "max_seconds") if train.get(name)]
+    return ", ".join(limits or ["train.epochs"])
 
 
 def shown_title(verdict: dict[str, Any]) -> str:

@@ -138,6 +138,15 @@ CASES: dict[str, tuple[dict[str, Any], Training | None, bool | None, list[str], 
         "It does not pay on H200 at batch 1: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."],
         ["Train on more conversations: the accepted length on held-out conversations went from 2.00 to 1.80 over the "
          "last third, so it has learnt these by heart."]),
+    "rising in training, not on held-out conversations": ({**LOSES}, Training(RISING, validated=1.62), False, [
+        "It does not pay on H200 at batch 1: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."],
+        ["Train on more conversations: the accepted length was 1.90 in training and 1.62 on held-out conversations, so "
+         "it has learnt these by heart."]),
+    "rising on both, ended by a clock": ({**LOSES, "recipe": {"train": {"epochs": 10.0, "max_seconds": 420.0}}},
+        Training(RISING, validated=1.64), False, [
+        "It does not pay on H200 at batch 1: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."],
+        ["Train longer (train.epochs, train.max_seconds): the accepted length in training went from 1.50 to 1.90 over "
+         "the last third and still rises."]),
     "too few records say nothing": ({**LOSES}, Training(RISING[:5]), False, [
         "It does not pay on H200 at batch 1: 0.80× plain decoding (95 %: 0.75–0.85) with a chain of 3."], [MORE_DATA]),
     "no baseline": ({"speedup": None, "speedup_ci95": None}, None, None, [

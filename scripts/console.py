@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import textwrap
@@ -83,11 +84,12 @@ class Console:
             # characters that the terminal cannot show are escaped: an error here would hide that the work is done
             encoding = self._out.encoding or "utf-8"
             made = self._made(shown) if callable(shown) else shown
-            width = None if self._out.isatty() else 140
-            console = RichConsole(file=self._out, highlight=False, markup=False, width=width)
+            # a pipe may end in a terminal, whose width COLUMNS then tells
+            narrow = self._out.isatty() or "COLUMNS" in os.environ
+            console = RichConsole(file=self._out, highlight=False, markup=False, width=None if narrow else 140)
             with console.capture() as kept:
                 if isinstance(made, str):
-                    made = wrapped_lines(made, console.width) if self._out.isatty() else made
+                    made = wrapped_lines(made, console.width) if narrow else made
                     console.print(plain(made), soft_wrap=True)
                 else:
                     console.print(Harmless(made))

@@ -83,7 +83,10 @@ def follow(command: str, place: Path, before: list[str]) -> Step:
     began = time.monotonic()
     typed = " && ".join([*before, f"exec {command}"])
     with (place / "output").open("wb") as kept:
-        child = subprocess.Popen(["bash", "-c", typed], cwd=place, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        child = subprocess.Popen(
+            ["bash", "-c", typed], cwd=place, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            env={**os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)},
+        )  # fmt: skip
         assert child.stdout is not None
         for line in child.stdout:
             kept.write(line)

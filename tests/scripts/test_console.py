@@ -65,3 +65,19 @@ def test_sentences_of_a_result_are_wrapped_and_commands_are_not() -> None:
     assert wrapped_lines(text, 20).split("\n") == [
         "one two three four", "five", "    - reads GGUF and", "      writes it", f"  {command}", path,
     ]  # fmt: skip
+
+
+def test_a_pipe_is_as_wide_as_the_terminal_behind_it(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    def widths() -> list[int]:
+        table = Table(*(f"a column {n} with a long name" for n in range(4)))
+        console, out = told(capsys)
+        console.result(None, table)
+        console.result(None, "a sentence of many words. " * 5)
+        tabled, sentence = out.getvalue().split("a sentence", 1)
+        return [max(map(len, tabled.splitlines())), max(map(len, f"a sentence{sentence}".splitlines()))]
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table, sentence = widths()
+    assert 80 < table <= 140 and sentence > 120
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(widths()) <= 80

@@ -14,6 +14,7 @@ from rich.text import Text
 from headstart.comparing.rows import by_lever
 from headstart.eval.measuring.fitted import Fitted
 from headstart.eval.measuring.page.figures import FOREGROUND, drawing, legend, new_axes, style, svg_of
+from headstart.eval.measuring.page.page import environment
 from headstart.eval.measuring.rendering import number
 from headstart.heads.escape import line
 from headstart.heads.files import write_text
@@ -146,16 +147,11 @@ def _panel(axes: Any, rows: list[dict[str, Any]], name: str, families: Sequence[
 
 def write_page(values: dict[str, Any], folder: Path) -> Path:
     """Write compare.html; returns its path. All text is escaped; the page loads nothing."""
-    from jinja2 import Environment
-    from markupsafe import Markup
-
     template = resources.files("headstart.comparing").joinpath("page.html").read_text(encoding="utf-8")
     columns, rows = table_of(values)
-    style_sheet = resources.files("headstart.eval.measuring.page").joinpath("page.css").read_text(encoding="utf-8")
-    text = Environment(autoescape=True).from_string(template).render(
+    text = environment().from_string(template).render(
         values=values, columns=columns, rows=rows, seeds=seeds_table(values), sentences=sentences(values),
-        plots=[Markup(svg) for svg in draw(values)],  # matplotlib escapes what it draws
-        style=Markup(style_sheet),
+        plots=draw(values),
     )  # fmt: skip
     write_text(folder / PAGE, text)
     return folder / PAGE

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headstart.eval.measuring.page import about, measured, told, trained
 from headstart.eval.measuring.page.figures import drawing, svg_of
@@ -15,6 +15,9 @@ from headstart.eval.measuring.verdict import shown_title
 from headstart.heads.escape import plain
 from headstart.heads.files import write_text
 from headstart.heads.formats import flags
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 HERE = Path(__file__).parent
 
@@ -101,19 +104,20 @@ def render_page(runs: Runs, said: Said | None = None) -> str:
                 if isinstance(item, Plot):
                     name = f"{panel.name}-{number}"
                     drawings[name] = svg_of(item.draw(), name)
-    return _template().render(**shown, drawings=drawings)
+    return environment().get_template("page.html.jinja").render(**shown, drawings=drawings)
 
 
 @cache
-def _template() -> Any:
+def environment() -> Environment:
+    """Of every page's template. All text is escaped; `css` and `js` are the style sheet and the script."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
+    made = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     # the style sheet and the script are ours, the drawings are matplotlib's, which escapes names
-    environment.globals |= {name: (HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
-    return environment.get_template("page.html.jinja")
+    made.globals |= {name: (HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
+    return made
 
 
 def write_page(runs: Runs, place: Path, said: Said | None = None) -> Path:

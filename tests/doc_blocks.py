@@ -14,10 +14,12 @@ command line, and its recipe and overrides are resolved.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 HOW = ("run", "run: tiny", "needs: minutes", "needs: gpu", "needs: server", "needs: download", "needs: names")
@@ -77,3 +79,12 @@ def commands(text: str) -> list[list[str]]:
                 words.append(word)
         found.append(words)
     return [words for words in found if words]
+
+
+def module_at(path: Path) -> ModuleType:
+    """A Python file that belongs to no package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import matplotlib
 import pytest
-from doc_blocks import ROOT
+from doc_blocks import ROOT, module_at
 
 from headstart.eval.drafters import DRAFTERS
 from headstart.heads.families import FAMILIES
@@ -22,11 +21,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def draw() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "docs/figures/draw.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "docs/figures/draw.py")
 
 
 def words_of(svg: str) -> list[str]:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from doc_blocks import ROOT
+from doc_blocks import ROOT, module_at
 
 mkdocs = pytest.importorskip("mkdocs")
 
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / ".ci/site.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / ".ci/site.py")
 
 
 def built(docs: Path, place: Path) -> Path:

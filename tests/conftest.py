@@ -1,5 +1,9 @@
-"""Makes `reference` and the rooms' helper modules importable: with --import-mode=importlib pytest adds no directory."""
+"""Makes `reference` and the rooms' helper modules importable: with --import-mode=importlib pytest adds no directory.
 
+Takes away what tells programs about the terminal that the tests were started in: what they print must not depend on it.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -9,3 +13,5 @@ ROOMS = (
     "eval/servers", "data/chat", "heads/formats", "train", "train/joint",
 )  # fmt: skip
 sys.path[:0] = [place for place in (str(TESTS / room) for room in ROOMS) if place not in sys.path]
+for name in "COLUMNS LINES NO_COLOR FORCE_COLOR CLICOLOR CLICOLOR_FORCE TTY_COMPATIBLE TTY_INTERACTIVE".split():
+    os.environ.pop(name, None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +66,12 @@ class MemoryFeatures(FeatureSource):
             done += len(row_R)
             progress(done, rows, "")
 
+    def with_depth(self, max_depth: int) -> MemoryFeatures:
+        """The same hidden states, for a head of another depth."""
+        other = copy.copy(self)
+        other.max_depth = max_depth
+        return other
+
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)
         answers = answer_turns([self._samples[i] for i in pack])
@@ -77,6 +85,42 @@ class MemoryFeatures(FeatureSource):
             streams_RkD=None if self._streams_RkD is None else self._streams_RkD[row_R],
             teacher_argmax_A=self._argmax_R[row_R[batch.anchors.row_A + 1]].long(),
         )
+
+
+class SharedFeatures:
+    """Features for several runs of one process: runs that read the same layers over the same samples get the same ones.
+
+    Those of the last training set are held, and those of the last held-out set.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[object, MemoryFeatures]] = {}
+
+    def give(
+        self,
+        name: str,
+        target: Target,
+        samples: Sequence[Sample],
+        spec: FeatureSpec,
+        max_depth: int,
+        progress: Progress = silent,
+    ) -> MemoryFeatures:
+        """Args: name: of the set; a set replaces an earlier one of its name. The others: as MemoryFeatures."""
+        documents = [(sample.id, sample.digest(), _bytes(sample.answer_ids)) for sample in samples]
+        made_of = target.fingerprint(), spec, documents
+        if name in self._held and self._held[name][0] == made_of:
+            return self._held[name][1].with_depth(max_depth)
+        self._held.pop(name, None)  # its memory is free before the new ones take theirs
+        made = MemoryFeatures(target, samples, spec, max_depth, progress=progress)
+        self._held[name] = made_of, made
+        return made
+
+    def clear(self) -> None:
+        self._held.clear()
+
+
+def _bytes(values: np.ndarray | None) -> bytes | None:
+    return None if values is None else values.tobytes()
 
 
 def require_memory(needed_bytes: int, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from headstart.comparing.cells import Cell, Work, as_overrides
 from headstart.comparing.config import SPEED
 from headstart.comparing.data import SharedData, positions_of_steps
 from headstart.console import Console
+from headstart.data.memory import SharedFeatures
 from headstart.directory_lock import locked
 from headstart.eval.config import EvalConfig, identity_of
 from headstart.eval.measuring.report import Report
@@ -87,7 +88,7 @@ class Worker:
     def __init__(self, work: Work, console: Console, begun: Callable[[str | None], None] = lambda name: None):
         self.work, self.console, self.begun = work, console, begun
         self.failures = Failures(work.folder)
-        self.data = SharedData()
+        self.data, self.held = SharedData(), SharedFeatures()
         self._target: tuple[TargetConfig, Target] | None = None
 
     def target(self, config: TargetConfig) -> Target:
@@ -99,11 +100,14 @@ class Worker:
 
     def drop_target(self) -> None:
         self._target = None
+        self.held.clear()
         release()
 
     def train_all(self) -> None:
-        """Train every cell that is not trained, and that no other process works on."""
-        for number, cell in enumerate(self.work.cells, 1):
+        """Train every cell that is not trained, and that no other process works on. Cells of one seed follow each
+        other, because they have the same data.
+        """
+        for number, cell in enumerate(sorted(self.work.cells, key=lambda cell: cell.seed), 1):
             self._attempt(cell, TRAIN, f"cell {number} of {len(self.work.cells)}", partial(self.train, cell))
 
     def measure_all(self) -> None:
@@ -168,7 +172,7 @@ class Worker:
         if recipe.joint.enabled:  # it changes the target, which is then this cell's own
             self.drop_target()
         else:
-            run = Run(recipe, self.console, self.target(recipe.target))
+            run = Run(recipe, self.console, self.target(recipe.target), held=self.held)
         self.data.give(run)
         device = resolve_device(recipe.target.device)
         finished = is_trained(run)  # by a process that ended before it wrote the cost

@@ -15,6 +15,7 @@ from headstart.auto import Chosen
 from headstart.console import Console
 from headstart.data.choosing.duplicates import require_minhash
 from headstart.data.config import DistillConfig
+from headstart.data.memory import SharedFeatures
 from headstart.data.prepare import PreparedData
 from headstart.data.sources.sources import load_conversations
 from headstart.directory_lock import locked
@@ -62,6 +63,7 @@ class Run:
         device: overrides recipe.target.device (each rank of a distributed launch has its own).
         ahead: the steps that the command will do; `check` asks what they would refuse.
         settled: where the recipe given was `auto`: that recipe, and what was chosen; `recipe` has the choice.
+        held: features in memory that the run shares with others of this process.
 
     Attributes:
         prepared: the samples, once pipeline.data.prepare has made them.
@@ -79,6 +81,7 @@ class Run:
         device: str | None = None,
         ahead: Sequence[str] = (),
         settled: tuple[Recipe, Chosen] | None = None,
+        held: SharedFeatures | None = None,
     ):
         self.recipe, self.console, self.ahead, self.settled = recipe, console, ahead, settled
         self.dir = Path(recipe.run_dir)
@@ -86,6 +89,7 @@ class Run:
         self.inputs = Inputs(recipe, self.markers)
         self.prepared: PreparedData | None = None
         self.features: str | None = None
+        self.held = held or SharedFeatures()
         self._target, self._device = target, device
         self._drafted: Target | None = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data import memory
 from headstart.data.features import OnlineFeatures
-from headstart.data.memory import MemoryFeatures
+from headstart.data.memory import MemoryFeatures, SharedFeatures
 from headstart.data.samples import Sample
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import StorageError
@@ -88,3 +90,37 @@ def test_one_pass_holds_documents_of_similar_length(target, monkeypatch):
     online = OnlineFeatures(target, mixed, FeatureSpec((2,)), 1)
     for pack in ([1, 0, 7], [6]):
         torch.testing.assert_close(held.get(pack).streams_RkD, online.get(pack).streams_RkD)
+
+
+def test_runs_that_read_the_same_share_what_is_held(target, samples, monkeypatch):
+    asked: list[FeatureSpec] = []
+    extract = memory.extract
+    monkeypatch.setattr(memory, "extract", lambda t, s, spec: asked.append(spec) or extract(t, s, spec))
+    shared, low, high = SharedFeatures(), FeatureSpec((2,)), FeatureSpec((5,))
+    first = shared.give("train", target, samples, low, 3)
+    passes = len(asked)
+    again = shared.give("train", target, list(samples), low, 2)
+    assert len(asked) == passes and again.max_depth == 2 and first.max_depth == 3
+    for depth, source in ((3, first), (2, again)):
+        a, b = OnlineFeatures(target, samples, low, depth).get([3, 2, 0]), source.get([3, 2, 0])
+        torch.testing.assert_close(a.streams_RkD, b.streams_RkD)
+        assert torch.equal(a.anchors.row_A, b.anchors.row_A)
+    shared.give("held_out", target, samples[:2], low, 3)
+    assert shared.give("train", target, samples, low, 3).lengths == first.lengths and asked[passes:] == [low]
+    everything = [sample.with_all_supervised() for sample in samples]
+    for spec, other in ((high, samples), (high, everything), (low, everything), (low, samples[1:])):
+        before = len(asked)
+        held = shared.give("train", target, other, spec, 3)
+        assert len(asked) > before and held.spec == spec
+        wanted = OnlineFeatures(target, other, spec, 3).get([1, 0])
+        torch.testing.assert_close(held.get([1, 0]).streams_RkD, wanted.streams_RkD)
+        assert torch.equal(held.get([1, 0]).anchors.row_A, wanted.anchors.row_A)
+
+
+def test_what_is_replaced_is_gone_before_its_successor_is_made(target, samples, monkeypatch):
+    shared = SharedFeatures()
+    first = weakref.ref(shared.give("train", target, samples, FeatureSpec((2,)), 3)._hidden_RD)
+    alive: list[bool] = []
+    monkeypatch.setattr(memory, "require_memory", lambda *_: alive.append(first() is not None))
+    shared.give("train", target, samples, FeatureSpec((5,)), 3)
+    assert alive == [False]

@@ -16,6 +16,7 @@ from headstart.comparing.config import load_comparison, shipped_comparisons
 from headstart.comparing.data import positions_of_steps, steps_for_positions
 from headstart.comparing.rows import add_gains, mark_front, notes_of, taus
 from headstart.comparing.work import eval_settings
+from headstart.data import memory
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run
@@ -414,6 +415,33 @@ def test_what_is_left_to_the_memory_is_chosen_once(headstart: Callable, comparis
     path.write_text(path.read_text().replace(cells[0].auto[0], small))
     plan = headstart("compare", comparison, *words, "--dry-run", "--json").json
     assert all(small in cell["settings"] for cell in plan["cells"])
+
+
+def test_features_are_made_once_for_cells_of_one_seed(
+    headstart: Callable, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, ...]] = []
+    extract = memory.extract
+    monkeypatch.setattr(
+        memory, "extract", lambda target, samples, spec: made.append(spec.layer_ids) or extract(target, samples, spec)
+    )
+    cells = "cells=[{name: plain}, {name: deep, settings: {head.depth: 3}}, {name: low, settings: LOW}]"
+    cells = cells.replace("LOW", "{head.feature_layers: [1, 2, 3]}")
+    words = ("data.features=memory", "measure.speed.enabled=false", cells)
+    result = headstart("compare", comparison, *words, "--json")
+    assert result.code == 0, result.err
+    # as often as the layers change: for each seed once for the first two cells, once for the third
+    changes = [layers for n, layers in enumerate(made) if n == 0 or made[n - 1] != layers]
+    assert len(changes) == 4 and changes[1] == changes[3] == (1, 2, 3) and changes[0] == changes[2] != (1, 2, 3)
+    passes = [made.count(layers) for layers in changes[:2]]
+    alone = headstart(
+        "compare", comparison, "data.features=memory", "measure.speed.enabled=false", "cells=[{name: plain}]",
+        f"folder={tmp_path / 'alone'}", "--json",
+    )  # fmt: skip
+    assert alone.code == 0 and made.count(changes[0]) == 2 * passes[0]
+    # and the head is the one that is trained without others before it
+    heads = [tmp_path / place / "cells/plain-s1/head/model.safetensors" for place in ("sides", "alone")]
+    assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
 def test_numbers_of_an_earlier_head_are_no_row(

@@ -34,7 +34,7 @@ FIRST = 48
 #: cycles that draft at the beginning of a batch, and of a context in a batch of one, where so far no draft paid
 AGAIN = 2
 #: the first cycles are all learned from; of later ones, one in so many
-EVERY, STRIDE = 32, 8
+EVERY, STRIDE = 32, 16
 #: cycles between two that draft a little more than is thought best, which alone tell what longer drafts would give. The
 #: pause doubles each time, up to the second number
 LOOK_AFTER, LOOK_SELDOM = 8, 256

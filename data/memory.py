@@ -28,7 +28,7 @@ class MemoryFeatures(FeatureSource):
 
     Args:
         target, samples, spec, max_depth: as OnlineFeatures.
-        forward_tokens: most rows of a pass of the target, padding included.
+        forward_tokens: most rows of a pass of the target, padding included; None: the target's own number.
     Raises: StorageError before any work when the features cannot fit, with the size they need.
     """
 
@@ -38,7 +38,7 @@ class MemoryFeatures(FeatureSource):
         samples: Sequence[Sample],
         spec: FeatureSpec,
         max_depth: int,
-        forward_tokens: int = 32768,
+        forward_tokens: int | None = None,
         progress: Progress = silent,
     ):
         self.spec, self.max_depth, self.device = spec, max_depth, target.device
@@ -55,8 +55,9 @@ class MemoryFeatures(FeatureSource):
         self._documents = [sample.tensors() for sample in samples]
         self._argmax_R = torch.empty(rows, dtype=torch.int32, device=self.device)
         done = 0
+        progress(done, rows, "")
         # documents of similar length from the whole set: one pass of the target a group, with little padding
-        for group in length_groups(tuple(self.lengths), forward_tokens):
+        for group in length_groups(tuple(self.lengths), forward_tokens or target.max_forward_tokens):
             batch = extract(target, [samples[i] for i in group], spec)
             row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in group]).to(self.device)
             self._hidden_RD[row_R] = batch.hidden_RD

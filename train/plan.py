@@ -25,7 +25,7 @@ from headstart.heads.losses.fused import chunk_elements, chunk_rows
 from headstart.heads.targets.locate import decoder_layers
 from headstart.heads.targets.quantised import held_bytes_of
 from headstart.heads.targets.sizes import TargetSizes, widest_layer
-from headstart.heads.targets.target import Target
+from headstart.heads.targets.target import Target, forward_tokens
 from headstart.heads.targets.tuned import tuned_bytes
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
@@ -184,7 +184,7 @@ def target_activations(target: Target, head: Head, layout: Layout) -> int:
     dims, number = target.dims, target.dtype.itemsize
     # features that are held are computed for as many tokens at a time as the target takes
     whole = layout.features == "memory" and layout.tokens
-    tokens = min(layout.tokens if whole else layout.pack_tokens, target.max_forward_tokens)
+    tokens = min(layout.tokens if whole else layout.pack_tokens, forward_tokens(layout.host))
     attention = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim  # queries, keys, values
     plain = 4 * dims.hidden_size + attention + 3 * dims.intermediate_size
     layer = tokens * max(plain, widest_layer(target.model)) * number

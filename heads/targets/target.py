@@ -101,6 +101,12 @@ def weight_hash_of(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(sample_weight(name, weight) for name, weight in state)).hexdigest()
 
 
+def forward_tokens(cpu: bool) -> int:
+    """Most tokens of one feature forward. A CPU is as fast with few, which take less memory and show sooner that work
+    goes on; a GPU is not."""
+    return 2048 if cpu else 32768
+
+
 def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
     """Group documents of similar length: with padding a group has at most `waste` times its real tokens.
 
@@ -156,8 +162,6 @@ class Target:
         stop_token_ids: every id that ends generation (generation config and tokenizer).
     """
 
-    #: most tokens of one feature forward, padding included
-    max_forward_tokens = 32768
     #: whether all ranks must make the same number of forwards (sharded.py)
     lockstep = False
 
@@ -186,6 +190,8 @@ class Target:
                 f"{config.name}: lm_head has {matrix_VD.shape[0]} rows, expected config.vocab_size = {vocab}"
             )
         self.embed_VD: Tensor = model.get_input_embeddings().weight
+        #: most tokens of one feature forward, padding included
+        self.max_forward_tokens = forward_tokens(self.embed_VD.device.type == "cpu")
         norm_D, place = final_norm(model), self.embed_VD.device
         # rows beyond the vocabulary are padding; a device map may put the matrix on another GPU than the embeddings
         matrix = Teacher(

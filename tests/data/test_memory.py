@@ -92,6 +92,15 @@ def test_one_pass_holds_documents_of_similar_length(target, monkeypatch):
         torch.testing.assert_close(held.get(pack).streams_RkD, online.get(pack).streams_RkD)
 
 
+def test_a_pass_is_small_on_a_cpu_and_progress_is_told_from_the_start(target):
+    """4 documents of 900 tokens: two at a time."""
+    tokens = np.arange(900, dtype=np.int32) % 61
+    many = [Sample(f"s{n}", tokens, np.zeros(900, np.int32)) for n in range(4)]
+    told: list[tuple[int, int]] = []
+    MemoryFeatures(target, many, FeatureSpec((2,)), 1, progress=lambda done, total, _: told.append((done, total)))
+    assert told == [(0, 3600), (1800, 3600), (3600, 3600)]
+
+
 def test_runs_that_read_the_same_share_what_is_held(target, samples, monkeypatch):
     asked: list[FeatureSpec] = []
     extract = memory.extract

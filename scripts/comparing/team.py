@@ -20,6 +20,8 @@ from headstart.heads.files import read_json
 
 #: seconds between two looks at the processes, and for which they may save when they are told to stop
 LOOK_S, STOP_S = 0.3, 120.0
+#: bytes at the end of a process's log that are read to say what it is at
+TAIL = 4096
 #: how often a process may be started anew in one place, beside once for every cell; how often without a cell's failure
 RESTARTS, IDLE = 20, 2
 
@@ -58,7 +60,6 @@ class Team:
         ]
         self.places.sort(key=lambda place: not place.first)  # few cells are spread over the cards
         self.threads = max(1, (os.cpu_count() or 1) // len(self.places))
-        self._said = ""
 
     def run(self) -> None:
         """Every phase, one after the other: all processes train, all measure τ, the first of each card times."""
@@ -82,12 +83,13 @@ class Team:
                 self._start(place)
             if word != "train":
                 self._tell(place, word)
-        while not all(place.over for place in places):
-            for place in places:
-                if not place.over:
-                    self._look(place, word)
-            self._say(word)
-            time.sleep(LOOK_S)
+        with self.console.progress(word, "cells", notes=True) as advance:
+            while not all(place.over for place in places):
+                for place in places:
+                    if not place.over:
+                        self._look(place, word)
+                advance(*self._counted(word))
+                time.sleep(LOOK_S)
 
     def _look(self, place: Place, word: str) -> None:
         """Whether the process of a place has done what it was told; a lost one is started anew."""
@@ -153,8 +155,8 @@ class Team:
                 process.kill()
                 process.wait()
 
-    def _say(self, word: str) -> None:
-        """One line when it changes: how many cells are trained or measured, and what is at work."""
+    def _counted(self, word: str) -> tuple[int, int, str]:
+        """(Cells that are trained or measured, all cells, what failed and what every process is at)."""
         cells, folder = self.work.cells, self.work.folder / "cells"
         if word == "train":
             done = sum((folder / cell.name / COST).is_file() for cell in cells)
@@ -162,12 +164,11 @@ class Team:
             last = list(self.work.measure["sets"])[-1] if word == "measure" else "speed"
             done = sum((folder / cell.name / "measured" / last / "report.json").is_file() for cell in cells)
         failed = sum(self.failures.has(cell) for cell in cells)
-        names = [str(name) for place in self.places if not place.over and (name := self._note(place).get("cell"))]
-        line = f"{word}: {done} of {len(cells)} cells" + (f", {failed} failed" if failed else "")
-        line += f"; at work: {', '.join(names)}" if names else ""
-        if line != self._said:
-            self._said = line
-            self.console.say(line)
+        parts = [f"{failed} failed"] if failed else []
+        for place in self.places:
+            if not place.over and (name := self._note(place).get("cell")):
+                parts.append(f"{name}: {last_said(self._log(place))}")
+        return done, len(cells), "  ".join(parts)
 
     def _note_path(self, place: Place) -> Path:
         return self.work.folder / "workers" / f"{place.number}.json"
@@ -180,6 +181,15 @@ class Team:
 
     def _log(self, place: Place) -> Path:
         return self.work.folder / "workers" / f"{place.number}.log"
+
+
+def last_said(log: Path) -> str:
+    """The last whole line of a log, up to two spaces: what is done, how much of it, and the time left."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = file.read().decode(errors="replace").split("\n")[:-1]
+        return lines[-1].split("  ")[0] if lines else ""
+    return ""
 
 
 def cards_of(gpus: str | None, side_by_side: int) -> list[str | None]:

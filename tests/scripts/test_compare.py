@@ -374,6 +374,25 @@ def test_each_lost_card_costs_one_cell(tmp_path: Path, monkeypatch: pytest.Monke
         made._look(place, "train")
 
 
+def test_what_every_process_is_at_is_shown(tmp_path: Path) -> None:
+    import headstart.comparing.team as team
+
+    cells = [SimpleNamespace(name=f"c{n}") for n in range(3)]
+    work = SimpleNamespace(folder=tmp_path, cells=cells, measure={"sets": {"a": {}}, "speed": {"enabled": False}})
+    made = team.Team(work, _silent(), [None], 2)  # type: ignore[arg-type]
+    (tmp_path / "workers").mkdir()
+    assert made._counted("train") == (0, 3, "")
+    logs = ["train: 2 of 9 steps, 5 s left  loss 3.1\ntrain: 3 of", f"{'x' * 9000}\nloading …\n"]
+    for number, said in enumerate(logs):
+        (tmp_path / f"workers/{number}.json").write_text(json.dumps({"cell": f"c{number + 1}", "phase": "train"}))
+        (tmp_path / f"workers/{number}.log").write_text(said)
+    (tmp_path / "cells/c0").mkdir(parents=True)
+    (tmp_path / "cells/c0/cost.json").write_text("{}")
+    assert made._counted("train") == (1, 3, "c1: train: 2 of 9 steps, 5 s left  c2: loading …")
+    made.failures.add(cells[0], "train", "Error", "why")  # type: ignore[arg-type]
+    assert made._counted("measure") == (0, 3, "1 failed  c1: train: 2 of 9 steps, 5 s left  c2: loading …")
+
+
 def test_seconds_of_cells_whose_features_differ_are_not_equal() -> None:
     rows = [{"cell": "a", "features": "memory"}, {"cell": "b", "features": "online"}, {"cell": "c", "features": None}]
     seconds = SimpleNamespace(notes=["x"], budget={"kind": "seconds", "value": 5})

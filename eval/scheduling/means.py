@@ -13,6 +13,8 @@ RECENT = 48
 LASTING = 8192
 #: cycles over which their times are averaged, and cycles after which that mean is trusted
 PACED, TRUSTED = 32, 4
+#: cycles after which what a shape took is no longer trusted: it may have been held up, and would never run again
+STALE = 64
 #: a cycle that took this share more or less than it should have was held up by something else
 ODD = 0.5
 #: what drafting is believed to gain before anything is known, and how many rows and cycles that belief counts as: the
@@ -62,31 +64,40 @@ class Ratio:
 class Times:
     """Seconds of whole cycles: profiled before the first one, then as they were measured.
 
-    Contexts grow, and the host takes time too, so that cycles take longer than those that were profiled.
+    Contexts grow, and the host takes time too, so that cycles take longer than those that were profiled. A shape
+    that has not run lately is expected to take what was profiled, and as much more as the others took.
     """
 
     def __init__(self) -> None:
         self.profiled: dict[CycleShape, float] = {}
-        self._measured: dict[CycleShape, tuple[int, Mean]] = {}
+        self._cycles = 0
+        # of each shape: the cycle in which it ran last, how often it ran since it was stale, its mean
+        self._measured: dict[CycleShape, tuple[int, int, Mean]] = {}
         # how much longer cycles take than was profiled, of all shapes
         self._late = Mean(PACED)
 
     def of(self, shape: CycleShape) -> float:
         """Infinite while nothing is known."""
-        measured = self._measured.get(shape)
-        if measured is not None and measured[0] >= TRUSTED:
-            return measured[1].value
+        count, mean = self._lately(shape)
+        if count >= TRUSTED:
+            return mean.value
         late = self._late.value if self._late.weight else 0.0
         return self.profiled.get(shape, math.inf) + late
 
     def took(self, shape: CycleShape, seconds: float) -> None:
         """How long a cycle took, the host included."""
+        self._cycles += 1
         if shape not in self.profiled or abs(seconds - self.of(shape)) > ODD * self.of(shape):
             return
-        count, mean = self._measured.get(shape, (0, Mean(PACED)))
+        count, mean = self._lately(shape)
         mean.add(seconds, 1)
-        self._measured[shape] = count + 1, mean
+        self._measured[shape] = self._cycles, count + 1, mean
         self._late.add(seconds - self.profiled[shape], 1)
+
+    def _lately(self, shape: CycleShape) -> tuple[int, Mean]:
+        """(How often the shape ran since it was stale, what it took on average)."""
+        last, count, mean = self._measured.get(shape, (0, 0, Mean(PACED)))
+        return (count, mean) if self._cycles - last <= STALE else (0, Mean(PACED))
 
     def clear(self) -> None:
         """Contexts have become much longer or shorter."""

@@ -281,9 +281,17 @@ def test_times_follow_what_cycles_take() -> None:
         times.took(one, 1.25)
     assert times.of(one) == pytest.approx(1.25)
     assert times.of(two) == pytest.approx(2.25)  # as late as the others
-    for _ in range(200):
+    for _ in range(means.STALE):
         times.took(two, 2.1)
     assert times.of(two) == pytest.approx(2.1) and times.of(one) == pytest.approx(1.25)
+    for _ in range(200):
+        times.took(two, 2.1)
+    # it has not run for long: as late as the others, until it has run again
+    assert times.of(one) == pytest.approx(1.1, abs=1e-3)
+    for count in range(means.TRUSTED):
+        assert times.of(one) == pytest.approx(1.1, abs=0.02 * (1 + count))
+        times.took(one, 1.3)
+    assert times.of(one) == pytest.approx(1.3)
     times.clear()
     assert times.of(one) == math.inf
 

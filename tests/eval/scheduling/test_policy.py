@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from simulated import TOKENS, Batch, Fixed, Seconds, SilentDrafter, context, tok
 
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.scheduling.budget import Budget
+from headstart.eval.scheduling.means import TRUSTED
 
 DEPTH = 7
 #: logit of acceptance of a context's drafts: mean, deviation between contexts, deviation within one
@@ -86,6 +87,27 @@ def test_drafting_is_taken_up_again_by_the_next_batch() -> None:
     ran.clear()
     tokens_per_second(scheduler, Batch(8, DEPTH, *HARD, 8, 2), seconds, lambda logit_BK: logit_BK)
     assert [shape != PLAIN for shape in ran[:3]] == [True, True, False] and set(ran[3:]) == {PLAIN}
+
+
+def test_a_shape_that_was_held_up_when_it_ran_is_tried_again() -> None:
+    """The best chain was slow when it ran, as in a process that still warms up. It is not given up for good."""
+    seconds, ran = costs(True, 6e-6), Counter[int]()
+    scheduler = Budget(SilentDrafter(DEPTH, True), DEPTH, True)
+    scheduler.start(context(8))
+    for shape in scheduler.shapes():
+        scheduler.timed(shape, seconds(shape, 8))
+    for _ in range(TRUSTED):
+        scheduler.book.times.took(CycleShape(1, says=False), 1.3 * seconds(CycleShape(1), 8))
+    choose = scheduler.next_shape
+
+    def next_shape() -> CycleShape:
+        shape = choose()
+        ran[shape.levels or 0] += 1
+        return shape
+
+    scheduler.next_shape = next_shape  # type: ignore[method-assign]
+    tokens_per_second(scheduler, Batch(8, DEPTH, -0.2, 0.5, 0.5, 160, 1), seconds, lambda logit_BK: logit_BK)
+    assert ran[1] > 0.8 * ran.total()
 
 
 def test_times_are_taken_again_when_contexts_are_much_longer() -> None:

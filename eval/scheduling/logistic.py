@@ -68,14 +68,8 @@ class Logistic:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, in the order of `logistic_of`: what a captured cycle keeps between its runs."""
+        """All tensors."""
         return [self.slope, self.bias_K, self.precision.corner, self.precision.edge_K, self.precision.diagonal_K]
-
-
-def logistic_of(tensors: list[Tensor]) -> Logistic:
-    """The inverse of `Logistic.tensors`."""
-    slope, bias_K, *precision = tensors
-    return Logistic(slope, bias_K, Arrow(*precision))
 
 
 def start(positions: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Logistic:

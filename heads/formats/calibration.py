@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.files import read_json, write_json
+from headstart.heads.files import read_json
 from headstart.heads.formats.sidecar import SIDECAR, annotate, verify_sidecar
 
 #: name of the calibration in headstart.json
@@ -209,8 +209,3 @@ def sglang_sts(calibration: Calibration, drafts: int) -> dict[str, Any]:
         # its own error: the logistic beside it, which the engine does not compute, may have a smaller one
         "ece_after": calibration.ece_after if calibration.kind == "temperature" else calibration.ece_of_temperatures,
     }
-
-
-def write_sglang_sts(calibration: Calibration, drafts: int, place: Path) -> None:
-    """Write `sglang_sts` as a file."""
-    write_json(place, sglang_sts(calibration, drafts))

@@ -141,11 +141,6 @@ class Tables:
     tokens: list[list[int]]
     rates: dict[str, Any] | None
 
-    @property
-    def from_batch(self) -> int | None:
-        """The batch size from which on drafting does not pay; None where it pays at the largest."""
-        return self.tokens[-1][0] if self.tokens and not self.tokens[-1][2] else None
-
 
 def tokens_by_batch(chosen: Mapping[int, int]) -> list[list[int]]:
     """[first batch size, last one, drafted tokens] of every range, for a `tokens_per_batch`.

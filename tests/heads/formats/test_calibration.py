@@ -20,7 +20,6 @@ from headstart.heads.formats.calibration import (
     read_calibration,
     save_calibration,
     sglang_sts,
-    write_sglang_sts,
 )
 from headstart.heads.formats.plots import draw_reliability
 from headstart.heads.formats.sidecar import SCHEMA, SIDECAR, annotate, seal
@@ -124,9 +123,8 @@ def test_a_damaged_side_file_is_refused(head: Path) -> None:
         save_calibration(replace(SCALED, temperatures=[-1.0, 1.0]), head)
 
 
-def test_sglangs_file(tmp_path: Path) -> None:
-    write_sglang_sts(SCALED, 2, tmp_path / "sts.json")
-    assert read_json(tmp_path / "sts.json") == {
+def test_sglangs_file() -> None:
+    assert sglang_sts(SCALED, 2) == {
         "temperatures": [1.5, 0.5],
         "dataset": "wikitext",
         "num_samples": 7,

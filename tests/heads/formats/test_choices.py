@@ -189,10 +189,10 @@ def test_the_tables_of_the_gpu_that_commands_follow() -> None:
     slow = {**tuned()["card"], "batches": {"8": chain(3, 1.1)}, "tokens_per_batch": [[1, 9, 2]]}
     side = {"type": "eagle3", "config": {"depth": 3}, "tuned": {"a slow card": slow, **tuned()}}
     found = tables_of(side)
-    assert found is not None and found.device == "card" and found.from_batch == 17
+    assert found is not None and found.device == "card" and found.tokens == PER_BATCH
     side["tuned"]["card"]["batches"] = {}
     found = tables_of(side)
-    assert found is not None and found.device == "a slow card" and found.from_batch is None
+    assert found is not None and found.device == "a slow card"
     assert tables_of({"type": "eagle3", "config": {}, "tuned": {"card": {"batches": {}}, "odd": 1}}) is None
 
 

@@ -66,9 +66,9 @@ def _work(file: str, overrides: list[str], side_by_side: int) -> Work:
         config.name, config.place, make_cells(config, settings, path), measured, command_line(), budget, side_by_side
     )
     if side_by_side > 1:
-        work.notes.append(f"up to {side_by_side} cells trained on one card at the same time")
+        work.notes.append(f"up to {side_by_side} cells trained on one device at the same time")
         if budget["kind"] == "seconds":
-            work.notes.append("the seconds of a cell are those of a shared card: it made fewer steps than alone")
+            work.notes.append("the seconds of a cell are those of a shared device: it made fewer steps than alone")
     date = work.folder / "template_date"
     if date.is_file():
         work.template_date = date.read_text(encoding="utf-8").strip()

@@ -209,8 +209,10 @@ def load_comparison(file: str, overrides: Sequence[str] = ()) -> tuple[CompareCo
     """
     path = find_comparison(file)
     own, settings = split_overrides(overrides)
-    layers = [Layer("defaults", {"name": path.stem}), read_layer(path), *read_overrides(own)]
-    config = cast(CompareConfig, merge(layers, CompareConfig))
+    read, given = read_layer(path), read_overrides(own)
+    if any("budget" in layer.values for layer in given):  # one of another kind takes the place of the file's
+        read.values.pop("budget", None)
+    config = cast(CompareConfig, merge([Layer("defaults", {"name": path.stem}), read, *given], CompareConfig))
     config.check()
     return config, settings, path
 

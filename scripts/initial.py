@@ -248,6 +248,8 @@ def fitted(chosen: Candidate, basics: Mapping[str, Any], found: Found, target: T
     pack = next((size for size in PACKS if shape.tokens >= size * ranks * PACKS_OF_EPOCH), PACKS[-1])
     settings |= {"data.pack_tokens": pack if hardware.gpus else CPU["data.pack_tokens"], "train.accumulation": ranks}
     settings |= _fitting(settings, chosen.base, launch, shape, target)
+    if not hardware.gpus:
+        settings |= _started(settings, chosen.base, target)
     run.recipe = recipe_of(chosen.base, settings)
     return Fitted(settings, plan_recipe(run.recipe, launch, QUIET, run), shape)
 
@@ -273,6 +275,20 @@ def _fitting(
                 kept = _features(recipe, target, head, tried, shape, device)
                 return {**changes, "data.features": kept}
     return {}
+
+
+def _started(settings: Mapping[str, Any], base: str, target: Target) -> dict[str, Any]:
+    """Draft layers that start from the target's last ones, where they can: minutes on a CPU are too few steps to find
+    such weights (docs/results, "Levers on two CPU cores")."""
+    head = vars(recipe_of(base, settings).head)
+    if head.get("start_layers", ()) is not None:  # it has no such setting, or has chosen
+        return {}
+    change = {"head.start_layers": list(range(-head.get("layers", 1), 0))}
+    try:
+        refuse_ahead(recipe_of(base, {**settings, **change}), target)
+    except HeadstartError:
+        return {}
+    return change
 
 
 def _features(recipe: Recipe, target: Target, head: Head, layout: Layout, shape: DataShape, device: int) -> str:

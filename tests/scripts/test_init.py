@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -68,6 +69,7 @@ def test_a_recipe_for_the_cpu(headstart: Callable, tiny_target: Path, conversati
     # every engine but TGI loads EAGLE-3 for a Llama
     assert recipe.head.type == "eagle3" and "vLLM, SGLang, TensorRT-LLM, llama.cpp" in made.err
     assert recipe.head.depth == 4 and recipe.train.max_seconds == 420 and recipe.train.accumulation == 1
+    assert recipe.head.start_layers == [-1]  # a short training goes further from the target's last layer
     assert recipe.data.pack_tokens == 1024 and recipe.data.features == "stored"
     # the longest of the conversations has fewer than 256 tokens; 24 of 24 held out would leave none: a fifth at most
     assert recipe.data.max_length == 256 and recipe.data.held_out_fraction == 0.2
@@ -75,6 +77,19 @@ def test_a_recipe_for_the_cpu(headstart: Callable, tiny_target: Path, conversati
     planned = headstart("plan", "mine.yaml", "--json")
     assert planned.code == 0 and planned.json["fits"], planned.err
     assert not (tmp_path / "runs").exists(), "nothing but the recipe is written"
+
+
+def test_a_layer_that_cannot_be_copied_is_not_started_from(
+    headstart: Callable, tiny_target: Path, conversations: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "gelu"
+    shutil.copytree(tiny_target, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    made = headstart("init", "--target", other, "--data", conversations, "--gpu", "none", "--out", "mine.yaml")
+    assert made.code == 0, made.err
+    recipe = loaded(tmp_path / "mine.yaml")
+    assert recipe.head.type == "eagle3" and recipe.head.start_layers is None
 
 
 def test_the_recipe_runs(headstart: Callable, tiny_target: Path, conversations: Path, tmp_path: Path) -> None:

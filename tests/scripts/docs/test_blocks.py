@@ -245,7 +245,7 @@ def test_python_of_pages_runs(block: Block) -> None:
 QUICK = ["train.epochs=2", "joint.heads_only=0.5", "joint.max_perplexity_rise=1000", "train.tau_prompts=0",
          "eval.limit=2", "eval.max_new_tokens=8", "eval.warmup_tokens=0", "data.distill.max_new_tokens=8",
          "data.max_length=512"]  # fmt: skip
-SMALL = {"draft_vocab_size": 64, "intermediate_size": 32, "rank": 8, "mask_token_id": 250, "num_key_value_heads": 2,
+SMALL = {"draft_vocab_size": 64, "intermediate_size": 64, "rank": 8, "mask_token_id": 250, "num_key_value_heads": 2,
          "feature_layers": "null"}  # fmt: skip
 #: verbs that take settings
 VERBS = ("plan", "inspect", "doctor", "distill", "train", "run", "export", "eval", "tune")

@@ -236,3 +236,26 @@ def test_the_choice_of_heads_names_the_trees_that_they_draft() -> None:
         if "JetSpec" in said:
             said = "chain, over marginals" if family == "jetspec" else "chain"
         assert {word.strip() for word in said.split(",")} == {names[kind] for kind in DRAFTERS[family].kinds}, family
+
+
+def test_the_table_of_levers_says_what_was_measured() -> None:
+    page = (ROOT / "docs/results/README.md").read_text().split("## Levers on two CPU cores")[1].split("\n## ")[0]
+    told = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    measured = rows("ablations")
+    assert len(told) == len(measured) == 15
+    for lever, spec_bench, unseen_mix, seconds in told:
+        given = [] if lever == "the recipe" else lever.strip("`").split(" ")
+        (row,) = (row for row in measured if settings_of(row) == given)
+        for cell, key in ((spec_bench, "tau_spec_bench"), (unseen_mix, "tau_unseen_mix")):
+            low, high = row[f"{key}_ci95"]
+            assert cell == f"{row[key]:.3f} ({low:.2f}–{high:.2f})"
+        assert seconds == f"{row['train_seconds']:.0f}" and row["steps"] == 150
+
+
+def settings_of(row: Row) -> list[str]:
+    """The settings of a row of ablations.json, as overrides."""
+    if row["lever"] == "recipe":
+        return []
+    keys = row["lever"].split(", ")
+    values = row["value"] if len(keys) > 1 else [row["value"]]
+    return [f"{key}={str(value).replace(' ', '')}" for key, value in zip(keys, values, strict=True)]

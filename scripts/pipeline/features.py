@@ -73,7 +73,9 @@ def feature_source(
     kind, target = features_kind(run), run.target
     if kind == "memory":
         with run.console.progress(f"features ({name})", "tokens") as advance:
-            return run.held.give(name, target, samples, head.spec, depth, advance)
+            if run.held is not None:
+                return run.held.give(name, target, samples, head.spec, depth, advance)
+            return MemoryFeatures(target, samples, head.spec, depth, progress=advance)
     if kind != "stored":
         return OnlineFeatures(target, samples, head.spec, depth)
     return StoredFeatures(run.dir / "features" / name, depth, target.device, head.spec, target.fingerprint(), samples)

@@ -63,7 +63,7 @@ class Run:
         device: overrides recipe.target.device (each rank of a distributed launch has its own).
         ahead: the steps that the command will do; `check` asks what they would refuse.
         settled: where the recipe given was `auto`: that recipe, and what was chosen; `recipe` has the choice.
-        held: features in memory that the run shares with others of this process.
+        held: where features in memory stay for other runs of this process; None: they go when training is over.
 
     Attributes:
         prepared: the samples, once pipeline.data.prepare has made them.
@@ -89,7 +89,7 @@ class Run:
         self.inputs = Inputs(recipe, self.markers)
         self.prepared: PreparedData | None = None
         self.features: str | None = None
-        self.held = held or SharedFeatures()
+        self.held = held
         self._target, self._device = target, device
         self._drafted: Target | None = None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +22,39 @@ from train_fakes import forked
 
 from headstart.cli import main
 from headstart.data.choosing.split import Split
+from headstart.data.memory import MemoryFeatures
 from headstart.data.prepare import PreparedData, TokenizeReport
 from headstart.data.samples import Sample
 from headstart.directory_lock import locked
 from headstart.eval.measuring.verdict import lines_of
-from headstart.heads.errors import TrainingError
+from headstart.heads.errors import ConfigError, TrainingError
 from headstart.heads.provenance import git_revision
 from headstart.pipeline.data import held_out_prompts
+from headstart.pipeline.markers import Begin
+from headstart.pipeline.run import Run
+
+
+def test_features_in_memory_are_gone_when_training_is_over(
+    headstart: Callable, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluation needs their memory."""
+    made: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def kept(*args: Any, **more: Any) -> MemoryFeatures:
+        features = MemoryFeatures(*args, **more)
+        made.append(weakref.ref(features._hidden_RD))
+        return features
+
+    def measure(run: Run, data: str, begin: Begin) -> None:
+        gc.collect()
+        alive.append(sum(features() is not None for features in made))
+        raise ConfigError("measuring is not what is tested")
+
+    monkeypatch.setattr("headstart.pipeline.features.MemoryFeatures", kept)
+    monkeypatch.setattr("headstart.pipeline.evaluate._measure", measure)
+    result = headstart("run", recipe, "data.features=memory")
+    assert "measuring is not what is tested" in result.err and made and alive == [0]
 
 
 @pytest.mark.usefixtures("real_figures")

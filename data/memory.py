@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headstart.data.features import FeatureSource, Progress, argmax_rows, extract, silent, store_bytes
 from headstart.data.samples import Sample, answer_turns
+from headstart.data.store import index_of
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.host_memory import free_bytes
@@ -28,7 +28,6 @@ class MemoryFeatures(FeatureSource):
 
     Args:
         target, samples, spec, max_depth: as OnlineFeatures.
-        forward_tokens: most rows of a pass of the target, padding included; None: the target's own number.
     Raises: StorageError before any work when the features cannot fit, with the size they need.
     """
 
@@ -38,7 +37,6 @@ class MemoryFeatures(FeatureSource):
         samples: Sequence[Sample],
         spec: FeatureSpec,
         max_depth: int,
-        forward_tokens: int | None = None,
         progress: Progress = silent,
     ):
         self.spec, self.max_depth, self.device = spec, max_depth, target.device
@@ -57,7 +55,7 @@ class MemoryFeatures(FeatureSource):
         done = 0
         progress(done, rows, "")
         # documents of similar length from the whole set: one pass of the target a group, with little padding
-        for group in length_groups(tuple(self.lengths), forward_tokens or target.max_forward_tokens):
+        for group in length_groups(tuple(self.lengths), target.max_forward_tokens):
             batch = extract(target, [samples[i] for i in group], spec)
             row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in group]).to(self.device)
             self._hidden_RD[row_R] = batch.hidden_RD
@@ -67,10 +65,10 @@ class MemoryFeatures(FeatureSource):
             done += len(row_R)
             progress(done, rows, "")
 
-    def with_depth(self, max_depth: int) -> MemoryFeatures:
-        """The same hidden states, for a head of another depth."""
+    def again(self, samples: Sequence[Sample], max_depth: int) -> MemoryFeatures:
+        """The same hidden states for another head. Args: samples: of the same tokens and turns."""
         other = copy.copy(self)
-        other.max_depth = max_depth
+        other._samples, other.max_depth = samples, max_depth
         return other
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
@@ -107,10 +105,9 @@ class SharedFeatures:
         progress: Progress = silent,
     ) -> MemoryFeatures:
         """Args: name: of the set; a set replaces an earlier one of its name. The others: as MemoryFeatures."""
-        documents = [(sample.id, sample.digest(), _bytes(sample.answer_ids)) for sample in samples]
-        made_of = target.fingerprint(), spec, documents
+        made_of = target.fingerprint(), spec, index_of(samples)
         if name in self._held and self._held[name][0] == made_of:
-            return self._held[name][1].with_depth(max_depth)
+            return self._held[name][1].again(samples, max_depth)
         self._held.pop(name, None)  # its memory is free before the new ones take theirs
         made = MemoryFeatures(target, samples, spec, max_depth, progress=progress)
         self._held[name] = made_of, made
@@ -118,10 +115,6 @@ class SharedFeatures:
 
     def clear(self) -> None:
         self._held.clear()
-
-
-def _bytes(values: np.ndarray | None) -> bytes | None:
-    return None if values is None else values.tobytes()
 
 
 def require_memory(needed_bytes: int, device: torch.device) -> None:

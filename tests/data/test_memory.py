@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,10 +44,11 @@ def samples() -> list[Sample]:
 
 
 @pytest.mark.parametrize("layers", [(), (2, 4, 5)])
-def test_equals_online(target, samples, layers):
+def test_equals_online(target, samples, layers, monkeypatch):
     spec = FeatureSpec(layers)
+    monkeypatch.setattr(target, "max_forward_tokens", 12)
     online = OnlineFeatures(target, samples, spec, 3)
-    held = MemoryFeatures(target, samples, spec, 3, forward_tokens=12)
+    held = MemoryFeatures(target, samples, spec, 3)
     for pack in ([0], [4, 1], [3, 2, 0], [3]):
         a, b = online.get(pack), held.get(pack)
         torch.testing.assert_close(a.hidden_RD, b.hidden_RD)
@@ -84,7 +86,8 @@ def test_one_pass_holds_documents_of_similar_length(target, monkeypatch):
         return forward(ids_BT, layers)
 
     monkeypatch.setattr(target, "forward_documents", counted)
-    held = MemoryFeatures(target, mixed, FeatureSpec((2,)), 1, forward_tokens=44)
+    monkeypatch.setattr(target, "max_forward_tokens", 44)
+    held = MemoryFeatures(target, mixed, FeatureSpec((2,)), 1)
     assert passes == [(2, 20), (2, 20), (4, 2)]
     monkeypatch.undo()
     online = OnlineFeatures(target, mixed, FeatureSpec((2,)), 1)
@@ -124,6 +127,11 @@ def test_runs_that_read_the_same_share_what_is_held(target, samples, monkeypatch
         wanted = OnlineFeatures(target, other, spec, 3).get([1, 0])
         torch.testing.assert_close(held.get([1, 0]).streams_RkD, wanted.streams_RkD)
         assert torch.equal(held.get([1, 0]).anchors.row_A, wanted.anchors.row_A)
+    # the same tokens and turns, of which fewer are answers
+    marked = [replace(sample, answer_ids=np.full_like(sample.turn_ids, -1)) for sample in samples[1:]]
+    before = len(asked)
+    assert not (shared.give("train", target, marked, low, 3).get([1, 0]).answer_R >= 0).any()
+    assert held.get([1, 0]).answer_R is None and len(asked) == before
 
 
 def test_what_is_replaced_is_gone_before_its_successor_is_made(target, samples, monkeypatch):

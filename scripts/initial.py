@@ -278,8 +278,9 @@ def _fitting(
 
 
 def _started(settings: Mapping[str, Any], base: str, target: Target) -> dict[str, Any]:
-    """Draft layers that start from the target's last ones, where they can: minutes on a CPU are too few steps to find
-    such weights (docs/results, "Levers on two CPU cores")."""
+    """The setting with which draft layers start from the weights of the target's last layers, where they can. In a few
+    minutes on a CPU they do not learn as much from random ones (docs/results, "Levers on two CPU cores").
+    """
     head = vars(recipe_of(base, settings).head)
     if head.get("start_layers", ()) is not None:  # it has no such setting, or has chosen
         return {}

@@ -66,8 +66,10 @@ def start(head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSN
     """Copy the target's layers `numbers` into the head's draft layers; `fc` passes on the stream nearest to the first.
 
     A draft layer with more key and value heads gets each of the target's several times, which computes the same. One
-    whose attention reads embeddings and features gets the target's projections for the features; those of the
-    embeddings keep their random start. Norms of queries and keys that the target does not have stay at 1.
+    with a wider MLP gets the target's units first; its further units start at random and with zeros in down_proj, so
+    that they add nothing until they are trained. One whose attention reads embeddings and features gets the target's
+    projections for the features; those of the embeddings keep their random start. Norms of queries and keys that the
+    target does not have stay at 1.
 
     Args:
         head: a Head with `fc` [H, k · H] over the streams of `feature_layers`.
@@ -101,8 +103,10 @@ def copy_layer(source: nn.Module, number: int, layer: DraftLayer) -> None:
         if name != "o_proj":
             into = into[:, into.shape[1] - hidden :]  # the half of the features, or all
         into.copy_(weight)
-    for name in MLP:
-        getattr(layer.mlp, name).weight.copy_(found[f"mlp.{name}.weight"])
+    units = len(found["mlp.gate_proj.weight"])
+    layer.mlp.gate_proj.weight[:units].copy_(found["mlp.gate_proj.weight"])
+    layer.mlp.up_proj.weight[:units].copy_(found["mlp.up_proj.weight"])
+    layer.mlp.down_proj.weight.zero_()[:, :units].copy_(found["mlp.down_proj.weight"])
     layer.post_attention_layernorm.weight.copy_(norm_factor(source.post_attention_layernorm))
     if isinstance(layer, LaterLayer):
         layer.input_layernorm.weight.copy_(norm_factor(source.input_layernorm))
@@ -158,16 +162,18 @@ def _check_layer(found: dict[str, nn.Parameter], number: int, layer: DraftLayer)
             f"head.num_key_value_heads: found {attention.kv_heads} with head.start_layers, expected a multiple of the "
             f"target's {keys}"
         )
-    shapes = {
-        "hidden_size": (layer.hidden_size, found["self_attn.o_proj.weight"].shape[0]),
-        "intermediate_size": (layer.mlp.gate_proj.out_features, found["mlp.gate_proj.weight"].shape[0]),
-    }
-    for field, (own, theirs) in shapes.items():
-        if own != theirs:
-            raise ConfigError(
-                f"head.{field}: found {own} with head.start_layers, expected the {theirs} of layer {number} of the "
-                f"target: set head.{field}=null, or head.start_layers=null"
-            )
+    own, theirs = layer.hidden_size, found["self_attn.o_proj.weight"].shape[0]
+    if own != theirs:
+        raise ConfigError(
+            f"head.hidden_size: found {own} with head.start_layers, expected the {theirs} of layer {number} of the "
+            "target: set head.hidden_size=null, or head.start_layers=null"
+        )
+    own, theirs = layer.mlp.gate_proj.out_features, found["mlp.gate_proj.weight"].shape[0]
+    if own < theirs:
+        raise ConfigError(
+            f"head.intermediate_size: found {own} with head.start_layers, expected at least the {theirs} of layer "
+            f"{number} of the target: set head.intermediate_size=null, or head.start_layers=null"
+        )
     if OPTIONAL & found.keys() and attention.q_norm is None:
         raise ConfigError(
             f"head.qk_norm: found false with head.start_layers, but layer {number} of the target norms queries and "

@@ -63,6 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     [
         (LlamaConfig, Eagle3Config(draft_vocab_size=40, start_layers=[-1])),
         (LlamaConfig, Eagle3Config(draft_vocab_size=40, start_layers=[3], num_key_value_heads=4)),
+        (LlamaConfig, Eagle3Config(draft_vocab_size=40, start_layers=[3], intermediate_size=80)),
         (Qwen3Config, Eagle3Config(draft_vocab_size=40, start_layers=[2], qk_norm=True)),
         (LlamaConfig, PEagleConfig(draft_vocab_size=40, start_layers=[4, 5], layers=2, mask_token_id=96)),
     ],
@@ -111,6 +112,14 @@ def test_norms_of_heads_that_the_target_lacks_stay_at_one():
     assert bool((head.layers[0].self_attn.q_norm.weight == 1).all())
 
 
+def test_further_units_of_a_wider_mlp_can_learn():
+    head: Any = head_of(target_of(), Eagle3Config(draft_vocab_size=40, start_layers=[3], intermediate_size=80))
+    mlp = head.midlayer.mlp
+    assert bool((mlp.down_proj.weight[:, 48:] == 0).all())
+    mlp(torch.randn(5, 32)).square().sum().backward()
+    assert mlp.down_proj.weight.grad[:, 48:].abs().sum(0).min() > 0
+
+
 def test_null_starts_as_before():
     target = target_of()
     plain, copied = (head_of(target, Eagle3Config(draft_vocab_size=40, start_layers=x)) for x in (None, [-1]))
@@ -124,7 +133,7 @@ def test_null_starts_as_before():
     [
         (LlamaConfig, {}, dict(start_layers=[8]), "head.start_layers: found layer 8, expected -8 to 7"),
         (LlamaConfig, {}, dict(start_layers=[1, 2]), r"found \[1, 2\], expected one layer .* each of the 1 draft"),
-        (LlamaConfig, {}, dict(start_layers=[1], intermediate_size=64), "head.intermediate_size: found 64 .* the 48"),
+        (LlamaConfig, {}, dict(start_layers=[1], intermediate_size=40), "intermediate_size: found 40 .* least the 48"),
         (LlamaConfig, {}, dict(start_layers=[1], hidden_size=16), "head.hidden_size: found 16 .* the 32 of layer 1"),
         (LlamaConfig, {}, dict(start_layers=[1], num_key_value_heads=1), "found 1 .* a multiple of the target's 2"),
         (Qwen3Config, {}, dict(start_layers=[1]), "head.qk_norm: found false with head.start_layers"),

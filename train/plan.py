@@ -184,7 +184,7 @@ def target_activations(target: Target, head: Head, layout: Layout) -> int:
     dims, number = target.dims, target.dtype.itemsize
     # features that are held are computed for as many tokens at a time as the target takes
     whole = layout.features == "memory" and layout.tokens
-    tokens = min(layout.tokens if whole else layout.pack_tokens, forward_tokens(layout.host))
+    tokens = min(layout.tokens if whole else layout.pack_tokens, forward_tokens(layout.host, dims.hidden_size))
     attention = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim  # queries, keys, values
     plain = 4 * dims.hidden_size + attention + 3 * dims.intermediate_size
     layer = tokens * max(plain, widest_layer(target.model)) * number

@@ -35,6 +35,8 @@ from headstart.heads.targets.tuned import MergedAdapter, merged_adapter_in
 PACKED = (torch.int32, torch.int64)
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
+#: tokens of a feature forward on a CPU; those on a GPU, for a target of GPU_WIDTH or wider
+CPU_TOKENS, GPU_TOKENS, GPU_WIDTH = 2048, 32768, 2048
 
 
 @dataclass
@@ -101,10 +103,14 @@ def weight_hash_of(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(sample_weight(name, weight) for name, weight in state)).hexdigest()
 
 
-def forward_tokens(cpu: bool) -> int:
+def forward_tokens(cpu: bool, width: int) -> int:
     """Most tokens of one feature forward. A CPU is as fast with few, which take less memory and show sooner that work
-    goes on; a GPU is not."""
-    return 2048 if cpu else 32768
+    goes on. A GPU works on a narrow target faster than the host starts its kernels, which takes as long for any number
+    of tokens. So a pass has as many as take the memory of GPU_TOKENS at GPU_WIDTH, but at most four times GPU_TOKENS.
+
+    Args: width: the target's hidden size.
+    """
+    return CPU_TOKENS if cpu else min(max(GPU_TOKENS, GPU_TOKENS * GPU_WIDTH // width), 4 * GPU_TOKENS)
 
 
 def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
@@ -191,7 +197,7 @@ class Target:
             )
         self.embed_VD: Tensor = model.get_input_embeddings().weight
         #: most tokens of one feature forward, padding included
-        self.max_forward_tokens = forward_tokens(self.embed_VD.device.type == "cpu")
+        self.max_forward_tokens = forward_tokens(self.embed_VD.device.type == "cpu", self.dims.hidden_size)
         norm_D, place = final_norm(model), self.embed_VD.device
         # rows beyond the vocabulary are padding; a device map may put the matrix on another GPU than the embeddings
         matrix = Teacher(

@@ -12,7 +12,7 @@ from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.targets.load import resolve_device
-from headstart.heads.targets.target import Target, length_groups
+from headstart.heads.targets.target import Target, forward_tokens, length_groups
 
 
 def documents(seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,6 +95,12 @@ def test_pack_without_answers_extracts():
     packed = target.extract(FeatureBatch.pack([(tokens, torch.full((5,), -1))], 3), FeatureSpec())
     assert packed.streams_RkD is None and packed.teacher_argmax_A.shape == (0,)
     torch.testing.assert_close(packed.hidden_RD, alone(target.model, tokens)[0][-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_narrow_target_takes_more_tokens_in_a_pass_on_a_gpu():
+    """Widths of 8B, 1B, 135M and of a toy; the passes of equal memory, within limits."""
+    assert [forward_tokens(False, width) for width in (4096, 2048, 576, 64)] == [32768, 32768, 116508, 131072]
+    assert forward_tokens(True, 576) == forward_tokens(True, 4096) == 2048
 
 
 def test_groups_cover_every_document_once():

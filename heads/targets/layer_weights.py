@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
-from headstart.heads.targets.locate import decoder_layers
+from headstart.heads.numerics import wide
+from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -27,6 +28,10 @@ NEEDED = {
     *(f"{name}.weight" for name in NORMS),
 }  # fmt: skip
 OPTIONAL = {f"self_attn.{name}.weight" for name in HEAD_NORMS}
+
+
+#: random tokens whose streams show how large they are
+PROBE = 64
 
 
 def check_start(ends: TargetEnds, numbers: Sequence[int], layers: Sequence[DraftLayer], act: str) -> None:
@@ -62,7 +67,9 @@ def check_start(ends: TargetEnds, numbers: Sequence[int], layers: Sequence[Draft
         _check_factors(source, number, layer)
 
 
-def start(head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSNorm) -> None:
+def start(
+    head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSNorm, fc_norm: str = "none"
+) -> None:
     """Copy the target's layers `numbers` into the head's draft layers; `fc` passes on the stream nearest to the first.
 
     A draft layer with more key and value heads gets each of the target's several times, which computes the same. One
@@ -74,6 +81,8 @@ def start(head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSN
     Args:
         head: a Head with `fc` [H, k · H] over the streams of `feature_layers`.
         hidden_norm: of the features before the layers; it becomes the norm that the first of the layers begins with.
+        fc_norm: what `fc` reads: the streams as they are (none), each divided by its RMS (stream), or all divided by
+            the RMS of all (concat). `fc` makes the stream as large again as it is in the target.
     Raises: ConfigError, see check_start; also where weights are not loaded whole.
     """
     check_start(ends, numbers, head.draft_layers, head.hidden_act)
@@ -81,7 +90,11 @@ def start(head: Any, numbers: Sequence[int], ends: TargetEnds, hidden_norm: RMSN
         copy_layer(_layer(ends.model, number), number, layer)
     with torch.no_grad():
         hidden_norm.weight.copy_(norm_factor(_layer(ends.model, numbers[0]).input_layernorm))
-    pass_stream(head.fc, head.feature_layers, _index(ends.model, numbers[0]))
+    first = _index(ends.model, numbers[0])
+    nearest = min(head.feature_layers, key=lambda k: abs(k - first))
+    divided = {"none": [], "stream": [nearest], "concat": head.feature_layers}[fc_norm]
+    size = usual_rms(ends.model, divided) if divided else 1.0
+    pass_stream(head.fc, head.feature_layers.index(nearest), size)
 
 
 @torch.no_grad()
@@ -115,13 +128,26 @@ def copy_layer(source: nn.Module, number: int, layer: DraftLayer) -> None:
             getattr(attention, name).weight.copy_(norm_factor(getattr(source.self_attn, name)))
 
 
-def pass_stream(fc: nn.Linear, feature_layers: Sequence[int], layer: int) -> None:
-    """Let `fc` [H, k · H] pass on one stream as it is: the input of the target's layer nearest to `layer`."""
+@torch.no_grad()
+def pass_stream(fc: nn.Linear, number: int, factor: float = 1.0) -> None:
+    """Let `fc` [H, k · H] return `factor` times the stream of this number."""
     hidden = fc.out_features
-    nearest = min(range(len(feature_layers)), key=lambda k: abs(feature_layers[k] - layer))
-    with torch.no_grad():
-        fc.weight.zero_()
-        fc.weight[:, nearest * hidden : (nearest + 1) * hidden].fill_diagonal_(1.0)
+    fc.weight.zero_()
+    fc.weight[:, number * hidden : (number + 1) * hidden].fill_diagonal_(factor)
+
+
+@torch.no_grad()
+def usual_rms(model: Any, layer_ids: Sequence[int]) -> float:
+    """Root mean square of a row of the inputs of `layer_ids`, side by side: the median over PROBE random tokens.
+
+    A few rows of some targets are a hundred times larger than the others, so a mean would say nothing.
+    """
+    table = model.get_input_embeddings().weight
+    tokens_1T = torch.randint(0, len(table), (1, PROBE), generator=torch.Generator().manual_seed(0)).to(table.device)
+    with record_layer_inputs(model, tuple(layer_ids)) as streams:
+        text_decoder(model)(input_ids=tokens_1T, use_cache=False)
+    squares_kT = torch.stack([wide(streams[k][0].to(table.device)).square().mean(-1) for k in layer_ids])
+    return float(squares_kT.mean(0).sqrt().median())
 
 
 @torch.no_grad()

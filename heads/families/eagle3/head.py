@@ -213,7 +213,7 @@ class Eagle3Head(AutoregressiveHead):
                 if teacher.norm_D is not None:
                     self.norm.weight.copy_(teacher.norm_D)
         if (numbers := self.config.start_layers) is not None:
-            start(self, numbers, ends, self.midlayer.hidden_norm)
+            start(self, numbers, ends, self.midlayer.hidden_norm, self.config.fc_norm)
 
     def sharpen(self) -> None:
         self.norm.weight.data.mul_(8)

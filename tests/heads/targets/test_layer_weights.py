@@ -92,6 +92,23 @@ def test_the_first_layer_computes_what_the_target_s_does(kind, config):
         torch.testing.assert_close(found, layer_of_target(target, number, x_BTD), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fc_norm", ["stream", "concat"])
+@torch.no_grad()
+def test_normed_features_are_as_large_again_as_in_the_target(fc_norm):
+    target = target_of()
+    for layer in target.model.model.layers[:3]:  # a stream that is not of size 1
+        layer.mlp.down_proj.weight.mul_(40)
+    head: Any = head_of(target, Eagle3Config(draft_vocab_size=40, start_layers=[-1], fc_norm=fc_norm))
+    torch.manual_seed(3)
+    _, found = target.forward_documents(torch.randint(0, 97, (1, 50)), tuple(head.feature_layers))
+    streams = torch.stack([found[k][0] for k in head.feature_layers], 1)
+    fused, last = head.fuse(streams[:, -1], streams), streams[:, -1]
+    ratio = fused.norm(dim=1) / last.norm(dim=1)
+    assert last.square().mean(-1).sqrt().median() > 3
+    assert 0.8 < ratio.median() < 1.25
+    torch.testing.assert_close(torch.cosine_similarity(fused, last), torch.ones(50))
+
+
 @torch.no_grad()
 def test_block_layers_are_copies_too():
     target = target_of(Qwen3Config)

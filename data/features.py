@@ -40,6 +40,11 @@ class FeatureSource(ABC):
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         """The documents of `pack` with hidden_RD, streams_RkD and teacher_argmax_A, on the source's device."""
 
+    def choices(self) -> Tensor | None:
+        """int32 [rows of all samples, in order], on the host: the target's greedy next token at every row that a
+        teacher needs, -1 elsewhere. None where `get` alone tells."""
+        return None
+
     @property
     def target_parameters(self) -> int:
         """Parameters of the target that every row passes through when it is read; 0 where features are kept."""

@@ -71,6 +71,9 @@ class MemoryFeatures(FeatureSource):
         other._samples, other.max_depth = samples, max_depth
         return other
 
+    def choices(self) -> Tensor:
+        return self._argmax_R.cpu()
+
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)
         answers = answer_turns([self._samples[i] for i in pack])

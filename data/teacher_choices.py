@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -59,7 +60,15 @@ def count_votes(
     check_vocabulary(samples, vocab_size)
     chosen = [] if source is None else _chosen([len(sample) for sample in samples], live, seed)
     count_V = torch.zeros(vocab_size, dtype=torch.int64)
-    packs = [[chosen[i] for i in group] for group in groups_within([len(samples[i]) for i in chosen], PACK_TOKENS)]
+    held_R = None if source is None else source.choices()
+    if held_R is not None:
+        starts = [0, *accumulate(map(len, samples))]
+        mine = chosen[ranks.rank :: ranks.size]
+        parts = [_held_choices(samples[i], held_R[starts[i] : starts[i + 1]]) for i in mine]
+        count_V += torch.bincount(torch.cat([held_R[:0], *parts]), minlength=vocab_size)
+        packs: list[list[int]] = []
+    else:
+        packs = [[chosen[i] for i in group] for group in groups_within([len(samples[i]) for i in chosen], PACK_TOKENS)]
     for first in range(0, len(packs), ranks.size):
         assert source is not None
         batch = _read(source, packs[first : first + ranks.size], ranks.rank)
@@ -99,5 +108,20 @@ def _chosen(lengths: Sequence[int], live: bool, seed: int) -> list[int]:
 
 def drafted_tokens(sample: Sample) -> np.ndarray:
     """The tokens of answers that can be drafts, int32: all but the first of every turn."""
+    return sample.token_ids[1:][_drafted(sample)]
+
+
+def _held_choices(sample: Sample, choice_T: Tensor) -> Tensor:
+    """What the target chooses in place of `drafted_tokens`, int32: `answer_choices` without a pack.
+
+    A document's second token has no row two before it that drafts it, so no choice is held for it.
+    Args: choice_T: of FeatureSource.choices, the sample's rows.
+    """
+    found = choice_T[:-1][torch.from_numpy(_drafted(sample))]
+    return found[found >= 0]
+
+
+def _drafted(sample: Sample) -> np.ndarray:
+    """Which tokens from the second on follow one of their own answer: bool [T - 1]."""
     turns = sample.turn_ids if sample.answer_ids is None else sample.answer_ids
-    return sample.token_ids[1:][(turns[1:] >= 0) & (turns[1:] == turns[:-1])]
+    return (turns[1:] >= 0) & (turns[1:] == turns[:-1])

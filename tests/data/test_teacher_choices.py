@@ -11,7 +11,7 @@ from headstart.data import teacher_choices
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
 from headstart.data.ranks import Ranks
-from headstart.data.samples import Sample
+from headstart.data.samples import COPIED, Sample
 from headstart.data.teacher_choices import count_votes
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import DataError
@@ -45,6 +45,22 @@ def test_every_row_votes_for_the_target_s_choice(target: Target, random_samples,
     assert as_counter(votes.count_V) == naive(target, samples, {0, 1, 2, 3})
     assert votes.asked == votes.rows == int(votes.count_V.sum()) > 40
     assert as_counter(votes.count_V) != naive(target, samples, set())
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["answers", "supervise=all"])
+def test_held_choices_are_counted_as_packs_count_them(target: Target, random_samples, monkeypatch, everything: bool):
+    """With an answer from the first token on, one that must not train, and documents of one and two tokens."""
+    samples = random_samples([20, 9, 33, 2, 1, 14], target.dims.vocab_size)
+    samples[1].turn_ids[:4] = 0
+    samples[2].turn_ids[8:16] = COPIED
+    samples[3].turn_ids[:] = 0
+    if everything:
+        samples = [sample.with_all_supervised() for sample in samples]
+    source = MemoryFeatures(target, samples, FeatureSpec(), 3)
+    held = count_votes(samples, source, False, target.dims.vocab_size, 0)
+    monkeypatch.setattr(MemoryFeatures, "choices", lambda self: None)
+    packed = count_votes(samples, source, False, target.dims.vocab_size, 0)
+    assert torch.equal(held.count_V, packed.count_V) and held.asked == packed.asked == held.rows > 30
 
 
 def test_live_features_are_made_of_a_part_which_the_seed_chooses(

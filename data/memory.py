@@ -57,7 +57,8 @@ class MemoryFeatures(FeatureSource):
         # documents of similar length from the whole set: one pass of the target a group, with little padding
         for group in length_groups(tuple(self.lengths), target.max_forward_tokens):
             batch = extract(target, [samples[i] for i in group], spec)
-            row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in group]).to(self.device)
+            row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in group])
+            row_R = to_device(row_R, self.device, non_blocking=True)
             self._hidden_RD[row_R] = batch.hidden_RD
             if self._streams_RkD is not None:
                 self._streams_RkD[row_R] = batch.streams_RkD

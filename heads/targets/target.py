@@ -30,6 +30,7 @@ from headstart.heads.targets.probe import measured_teacher, require_single_pass,
 from headstart.heads.targets.quantised import Quantisation, matrix_of, parts_of, quantisation_of
 from headstart.heads.targets.template_date import shown_date
 from headstart.heads.targets.tuned import MergedAdapter, merged_adapter_in
+from headstart.heads.transfer import to_device
 
 #: dtypes of packed weights
 PACKED = (torch.int32, torch.int64)
@@ -151,8 +152,9 @@ def side_by_side(batch: FeatureBatch, max_tokens: int) -> Iterator[tuple[Tensor,
         step_T = torch.arange(batch.doc_lengths[group[0]])
         row_BT = torch.tensor([starts[i] for i in group])[:, None] + step_T
         real_BT = step_T < torch.tensor([batch.doc_lengths[i] for i in group])[:, None]
-        real = torch.nonzero(real_BT.flatten()).squeeze(1).to(device)
-        yield row_BT.clamp(max=rows - 1).to(device), real
+        real = torch.nonzero(real_BT.flatten()).squeeze(1)
+        row_BT = to_device(row_BT.clamp(max=rows - 1), device, non_blocking=True)
+        yield row_BT, to_device(real, device, non_blocking=True)
 
 
 class Target:
@@ -295,7 +297,7 @@ class Target:
             spec asks for none) and `teacher_argmax_A` filled; padding rows are zero.
         """
         self.check_layer_ids(spec.layer_ids)
-        batch = batch.to(self.device)
+        batch = batch.to(self.device, non_blocking=True)  # the host makes the next pass ready while this one runs
         rows, width = batch.tokens_R.shape[0], self.dims.hidden_size
         hidden_RD = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
         streams_RkD = hidden_RD.new_zeros(rows, len(spec.layer_ids), width) if spec.layer_ids else None

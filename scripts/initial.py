@@ -235,6 +235,8 @@ def fitted(chosen: Candidate, basics: Mapping[str, Any], found: Found, target: T
     launch = Launch(gpus=ranks, gpu_memory=hardware.gib, samples=found.count if found.config.dataset else None)
     basic = recipe_of(chosen.base, {**basics, **chosen.settings})
     settings = {**basics, "head.type": chosen.family, **_of_head(basic, hardware)}
+    if basic.train.warmup_steps is not None:  # as many as the paper's data need: a share suits any amount
+        settings["train.warmup_steps"] = None
     if not found.answered:
         own = basic.data.distill.max_new_tokens
         settings["data.distill.max_new_tokens"] = own if hardware.gpus else min(own, 128)

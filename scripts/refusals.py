@@ -133,12 +133,13 @@ def require_untuned(directory: Path) -> None:
 
 def ask_head(recipe: Recipe, target: Target) -> str:
     """Whether the head can be built, bound and trained: rope, feature layers, activation, the target's output matrix,
-    a step for every stage, and a layer for `train.activation_checkpointing`."""
+    enough steps for the stages and the settings, and a layer for `train.activation_checkpointing`."""
     from headstart.train.optim import Budget
+    from headstart.train.short_runs import check_steps
     from headstart.train.stages import Stages
 
     head = planned_training(recipe, target)
-    Stages(head.stages, Budget.of(recipe.train, None))
+    check_steps(recipe.train, Stages(head.stages, Budget.of(recipe.train, None)))
     return head.describe()
 
 

@@ -60,7 +60,7 @@ class TrainConfig:
     #: Part of the budget (of the steps, or of the seconds of a timed run) over which the rate climbs, unless
     #: train.warmup_steps is set.
     warmup_ratio: float = 0.015
-    #: Steps over which the rate climbs linearly to its peak.
+    #: Steps over which the rate climbs linearly to its peak. A run of fewer steps is refused.
     warmup_steps: int | None = None
     #: The rate after warm-up: cosine or linear (fall to train.min_lr_ratio at the end of the budget), wsd (constant,
     #: then linear over the last train.decay_ratio of the budget) or constant.

@@ -40,6 +40,7 @@ from headstart.train.rounds import Rounds
 from headstart.train.saving import Saving
 from headstart.train.sharing.distributed import from_main
 from headstart.train.sharing.parallel import Parallel, resolve_kind
+from headstart.train.short_runs import check_steps
 from headstart.train.stages import Stages
 from headstart.train.standing import Standing
 from headstart.train.step import LossModule, SumNames, WindowSums, accumulate_window, autocast_dtype, window_counts
@@ -161,6 +162,7 @@ class TrainingLoop:
         self.captured = CapturedPacks(module, len(head.terms)) if captured else None
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
         self.stages = Stages(head.stages, budget)
+        check_steps(config, self.stages)
         self.target_parameters = data.source.target_parameters
         self.meters = Meters(SumNames.of(head), device, peak_flops(device, compute or torch.float32))
         self.feed = WindowFeed(stream, fetcher, config, budget.packs, head, rank, size, device, self.meters.device_idle)

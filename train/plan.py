@@ -30,6 +30,7 @@ from headstart.heads.targets.tuned import tuned_bytes
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.optim import Budget, muon_matrices
+from headstart.train.short_runs import check_steps
 from headstart.train.stages import Stages
 from headstart.train.stream import busy_share
 
@@ -320,12 +321,12 @@ def make_plan(
         tokens_per_s: of the whole launch: measured, stated or expected (expected_rate).
         device_bytes: memory of one card.
         notes: what was assumed.
-    Raises: ConfigError where a stage of the run would get no step.
+    Raises: ConfigError where the run has too few steps for its stages or settings.
     """
     memory, peak = memory_of(target, head, layout)
     packs = None if config.epochs is None else max(1, round(config.epochs * packs_per_epoch))
     budget = Budget.of(config, packs)
-    Stages(head.stages, budget)  # refuses a stage without a step
+    check_steps(config, Stages(head.stages, budget))
     steps = budget.steps
     tokens_per_step = tokens_per_epoch / max(packs_per_epoch, 1) * config.accumulation
     hours = None if steps is None or not tokens_per_s else steps * tokens_per_step / tokens_per_s / 3600

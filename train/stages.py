@@ -58,13 +58,19 @@ class Stages:
         self._share_ends = [*ends, 1.0]
         steps = budget.steps
         self._step_ends = None if steps is None else [*(round(end * steps) for end in ends), steps]
-        edges = [0, *(self._step_ends or [])]
-        short = [s.name for s, first, last in zip(stages, edges, edges[1:], strict=False) if first == last]
+        short = [stage.name for stage, length in zip(stages, self.lengths or [], strict=False) if length == 0]
         if short and len(stages) > 1:
             raise ConfigError(
                 f"train.{budget.by}: found a run of {steps} steps, in which the stage {short[0]!r} gets none: train "
                 "longer"
             )
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """Steps of every stage; None where a clock alone ends them."""
+        if self._step_ends is None:
+            return None
+        return [last - first for first, last in zip([0, *self._step_ends], self._step_ends, strict=False)]
 
     def due(self, state: RunState, elapsed: float) -> int | None:
         """The stage that begins before the next step; None where the run stays in its stage."""

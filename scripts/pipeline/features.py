@@ -13,6 +13,7 @@ from headstart.heads.base import Head
 from headstart.pipeline.data import prepare, trained_samples
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
+from headstart.pipeline.steps import require_steps
 
 
 def store_features(run: Run) -> None:
@@ -29,6 +30,7 @@ def store_features(run: Run) -> None:
 
 def _store(run: Run, begin: Begin) -> dict[str, Any]:
     data, config, store = prepare(run), run.recipe.data, run.dir / "features"
+    require_steps(run)
     spec = run.feature_spec()
     run.claim(begin)
     for name, samples in (("train", trained_samples(run)), ("held_out", data.held_out)):

@@ -32,6 +32,7 @@ from headstart.pipeline.joint import save_adapter_of, trained_head
 from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.placeholder import keep_placeholder, settled_config
 from headstart.pipeline.run import Run
+from headstart.pipeline.steps import require_steps
 from headstart.refusals import require_decoding
 from headstart.saved_heads import continued_head
 from headstart.train import loop
@@ -82,6 +83,7 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
     Args: begin: called when nothing can be refused any more, before the first training step.
     """
     data = prepare(run)
+    require_steps(run)
     if features_kind(run) == "memory":  # held beside everything else, and only now known how many
         run.check_memory(data_tokens(run))
     require_decoding(run.target, run.feature_spec(), run.recipe.export.force)

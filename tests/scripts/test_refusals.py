@@ -147,6 +147,18 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     "patience without validations": (
         "Llama", {}, ["train.patience=2", "train.eval_every=0"], ConfigError, "train.eval_every: found 0 with",
     ),
+    "patience that cannot end the run": (
+        "Llama", {}, ["train.patience=2", "train.eval_every=4", "train.steps=12"],
+        ConfigError, "train.patience: found 2 with train.eval_every=4, which ends a run at step 12 at the earliest",
+    ),
+    "more warm-up than steps": (
+        "Llama", {}, ["train.warmup_steps=13", "train.steps=12"],
+        ConfigError, r"train.warmup_steps: found 13, expected 12 at most: the run has no more steps \(train.steps\)",
+    ),
+    "more rounds than steps": (
+        "Llama", {}, ["train.rounds=3", "train.steps=2"],
+        ConfigError, r"train.rounds: found 3, expected 2 at most: the run has no more steps \(train.steps\)",
+    ),
     "one file": (
         "Llama", {}, ["head={type: medusa, depth: 2}", "export.engines=[tgi]", "export.max_shard_size=20KB"],
         FormatError, "export.max_shard_size: .* its readers open no second file",

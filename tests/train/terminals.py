@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import struct
 import sys
 import termios
@@ -30,6 +31,7 @@ def in_terminal(
             for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
                 os.environ.pop(name, None)
             os.environ["TERM"] = "xterm-256color"
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
             ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  until the end
             code = int(work() or 0)  # type: ignore[call-overload]

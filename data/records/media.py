@@ -46,6 +46,8 @@ def media_of(record: Mapping[str, Any], messages: Iterable[Any]) -> str | None:
 
 
 def _media_of_fields(values: Mapping[str, Any]) -> str | None:
+    if FIELDS.keys().isdisjoint(values):  # nearly all records and messages
+        return None
     return next((held for name, held in FIELDS.items() if not _empty(values.get(name))), None)
 
 

@@ -17,9 +17,8 @@ from headstart.heads.positions import drafted_depths
 
 #: answer tokens of the samples whose scripts are counted: less than a second
 SCRIPT_TOKENS = 1 << 16
-#: samples that are counted at once: so few that memory which was just freed is taken again. Larger tensors come from
-#: the system each time, whose pages take longer than the counting
-BLOCK = 16
+#: samples that are counted at once
+BLOCK = 512
 #: scripts of Unicode that say nothing about the language: shared, inherited and unknown characters
 NO_SCRIPT = ("Zyyy", "Zinh", "Zzzz")
 

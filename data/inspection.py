@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.data.prepare import PreparedData
 from headstart.data.samples import COPIED, Sample
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.positions import drafted_depths
 
@@ -142,7 +143,7 @@ def find_samples(data: PreparedData, name: str) -> list[Sample]:
     known = dict.fromkeys(str(sample.meta.get("conversation", sample.id)) for sample in samples)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     some = f"the nearest are {', '.join(near)}" if near else f"the first are {', '.join(list(known)[:3])}"
-    raise ConfigError(f"--id: found {name!r}, expected the id of one of {len(known)} conversations; {some}")
+    raise ConfigError(f"--id: found {name!r}, expected the id of one of {counted(len(known), 'conversations')}; {some}")
 
 
 def _why_dropped(data: PreparedData, name: str) -> str | None:

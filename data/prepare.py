@@ -22,6 +22,7 @@ from headstart.data.records.media import file_and_line
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.sources.rejects import Rejects
 from headstart.data.spool import Spool
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError, first_names
 
 #: beginning of a reason for dropping conversations → what helps
@@ -85,8 +86,8 @@ class TokenizeReport:
         """The report in words, one fact a line."""
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         lines = [
-            f"{self.conversations} conversations → {self.samples} samples, {self.tokens} tokens, "
-            f"{self.supervised_tokens} supervised ({share:.0%})"
+            f"{counted(self.conversations, 'conversations')} → {counted(self.samples, 'samples')}, "
+            f"{counted(self.tokens, 'tokens')}, {self.supervised_tokens} supervised ({share:.0%})"
         ]
         for reason, names in sorted(self.dropped.items()):
             lines.append(f"dropped {len(names)}: {reason} ({first_names(names)})")
@@ -95,16 +96,16 @@ class TokenizeReport:
         if self.truncated:
             lines.append(f"truncated {len(self.truncated)} at max_length ({first_names(self.truncated)})")
         if self.open_ended:
-            lines.append(f"{self.open_ended} end without an end-of-turn token (answer cut by length)")
+            lines.append(f"{self.open_ended} ended without an end-of-turn token (answer cut by length)")
         if self.split:
             lines.append(f"{self.split} became one sample per answer (the chat template rewrites earlier turns)")
         if self.broken:
             lines.append(
-                f"{len(self.broken)} hold a stop token inside an answer; what stands behind it does not train "
+                f"{len(self.broken)} with a stop token inside an answer; what stands behind it does not train "
                 f"({first_names(self.broken)})"
             )
         if self.greetings:
-            lines.append(f"{self.greetings} begin with an answer that no question precedes: it is context only")
+            lines.append(f"{self.greetings} beginning with an answer that no question precedes: it is context only")
         if note := unread_note(self.unread):
             lines.append(note)
         return lines + self.template

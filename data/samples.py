@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError
 
 #: value of `turn_ids` for an answer that repeats held-out text, which never trains
@@ -122,8 +123,8 @@ def require_supervised(samples: Sequence[Sample]) -> None:
         return
     supervised = sum(sample.supervised for sample in samples)
     raise DataError(
-        f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of 2 tokens or "
-        "more, so nothing would train. Give conversations with assistant answers (data.sources), distil the "
+        f"data: {counted(len(samples), 'samples')} with {counted(supervised, 'supervised tokens')} and no answer of 2 "
+        "tokens or more, so nothing would train. Give conversations with assistant answers (data.sources), distil the "
         "prompts first (data.distill.prompts), or raise data.max_length; `headstart inspect` shows what is supervised"
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from headstart.data.features import FeatureSource, Progress, argmax_rows, extract, groups_within, silent, store_bytes
 from headstart.data.samples import Sample, answer_turns, check_vocabulary
 from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
 from headstart.heads.numerics import DTYPES
@@ -137,7 +138,7 @@ def build_store(
     )
     manifest.write(directory)
     done = total - todo
-    progress(done, total, f"{done} rows found in {directory}" if done else "")
+    progress(done, total, f"{counted(done, 'rows')} found in {directory}" if done else "")
     for shard in manifest.shards:
         if shard.complete:
             continue

@@ -25,6 +25,7 @@ from headstart.data.sources.sources import load_conversations, read_records, sou
 from headstart.fit import in_dtype, run_layout
 from headstart.hardware import GIB, Hardware
 from headstart.heads.base import Head
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, StorageError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import require_disk
@@ -121,11 +122,12 @@ def look_at(data: str) -> Found:
             prompts += 1
     count = answered + prompts
     if not count:
-        what = f"all {held} records hold images, video or audio" if held else "it holds no record"
+        what = f"it holds only images, video or audio ({counted(held, 'records')})" if held else "it holds no record"
         raise DataError(f"--data: {data}: {what}, expected conversations or prompts of text")
-    notes = [f"{held} records hold images, video or audio and are left out"] if held else []
+    notes = [f"{counted(held, 'records')} with images, video or audio left out"] if held else []
     if answered and prompts:
-        notes.append(f"{answered} records have answers and {prompts} have none: the target answers all of them anew")
+        some = counted(answered, "records")
+        notes.append(f"{some} with answers and {prompts} without: the target answers all of them anew")
     if "dataset" in source:
         source, count = {**source, "limit": HUB_LIMIT}, HUB_LIMIT
     elif count < 200:

@@ -15,6 +15,7 @@ from headstart.console import Console
 from headstart.data.inspection import DRAFTED, ShownToken, as_json, find_samples, shown_tokens
 from headstart.data.own_choice import own_choice_of
 from headstart.data.samples import Sample, check_vocabulary
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.vocab import membership
@@ -53,7 +54,7 @@ class Shown:
     cut: bool
 
     def title(self) -> str:
-        counts = f"{len(self.tokens)} tokens, {sum(token.supervised for token in self.tokens)} supervised"
+        counts = f"{counted(len(self.tokens), 'tokens')}, {sum(token.supervised for token in self.tokens)} supervised"
         drafted = f"{sum(token.mark == DRAFTED for token in self.tokens)} drafted"
         cut = ", cut at data.max_length" if self.cut else ""
         side = ", held out: it does not train" if self.held_out else ""

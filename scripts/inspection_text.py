@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.data.inspection import COPY, DRAFTED, OUTSIDE, PROMPT, ROOT, ShownToken, characters
+from headstart.heads.counting import counted
 from headstart.inspection import Shown
 
 #: scripts below this share of the letters are shown together
@@ -149,7 +150,7 @@ def page(value: dict[str, Any]) -> RenderableType:
 
 def _conversations(train: dict[str, Any], split: dict[str, Any], value: dict[str, Any]) -> str:
     samples, held = value["counts"]["samples"], value["held_out_samples"]
-    said = f"{train['conversations']:,} read; {samples:,} samples train, {held:,} held out"
+    said = f"{train['conversations']:,} read; {counted(samples, 'samples', ',')} to train on, {held:,} held out"
     dropped = {reason: len(names) for reason, names in train["dropped"].items()}
     if dropped:
         reasons = ", ".join(f"{reason} ({n:,})" for reason, n in sorted(dropped.items(), key=lambda item: -item[1]))
@@ -157,9 +158,9 @@ def _conversations(train: dict[str, Any], split: dict[str, Any], value: dict[str
     if train["truncated"]:
         said += f"; {len(train['truncated']):,} cut at data.max_length"
     if open_ended := value["counts"]["open_ended"]:
-        said += f"; {open_ended:,} end without an end of turn"
+        said += f"; {open_ended:,} without an end of turn"
     if split["copied_answers"]:
-        said += f"; {split['copied_answers']:,} answers repeat held-out text and do not train"
+        said += f"; {counted(split['copied_answers'], 'answers', ',')} left out for repeating held-out text"
     return said
 
 
@@ -178,8 +179,8 @@ def _shares(stats: dict[str, Any], prompts: bool) -> list[tuple[str, str]]:
     too = ", prompts too (data.supervise=all)" if prompts else ""
     part = _percent(drafted / supervised if supervised else 0.0)
     return [
-        ("supervised", f"{of} of {tokens:,} tokens{too}; {stats['turns']:,} answers"),
-        ("drafted", f"{part} of these, at up to {stats['depth']} depths"),
+        ("supervised", f"{of} of {counted(tokens, 'tokens', ',')}{too}; {counted(stats['turns'], 'answers', ',')}"),
+        ("drafted", f"{part} of these, at up to {counted(stats['depth'], 'depths')}"),
     ]
 
 
@@ -190,7 +191,7 @@ def _scripts(found: dict[str, Any]) -> str:
     said = ", ".join(f"{name} {_percent(share)}" for name, share in common.items())
     rest = 1 - sum(common.values())
     others = f", others {_percent(rest)}" if len(common) < len(found["shares"]) and rest > 0 else ""
-    return f"{said}{others} of the letters in the answers of {found['samples']:,} samples, by script"
+    return f"{said}{others} of the letters in the answers of {counted(found['samples'], 'samples', ',')}, by script"
 
 
 def _duplicates(found: dict[str, Any]) -> str:
@@ -216,12 +217,13 @@ def _percent(share: float) -> str:
     return f"{shown:.1f} %"
 
 
-def counted(value: dict[str, Any]) -> str:
+def counts_line(value: dict[str, Any]) -> str:
     """The counts that stand under the samples, in one line."""
     counts = value["counts"]
     return (
-        f"to train on: {counts['samples']:,} samples of {counts['tokens']:,} tokens, {counts['supervised_tokens']:,} "
-        f"supervised, {counts['turns']:,} answers; held out: {value['held_out_samples']:,} samples; --stats says more"
+        f"to train on: {counted(counts['samples'], 'samples', ',')} of {counted(counts['tokens'], 'tokens', ',')}, "
+        f"{counts['supervised_tokens']:,} supervised, {counted(counts['turns'], 'answers', ',')}; held out: "
+        f"{counted(value['held_out_samples'], 'samples', ',')}; --stats says more"
     )
 
 
@@ -233,4 +235,4 @@ def text_of(value: dict[str, Any], shown: Sequence[Shown], by_token: bool) -> Gr
     ]
     if shown and not by_token:
         parts += [legend(shown, depth, signs), Text("")]
-    return Group(*parts, page(value) if "statistics" in value else Text(counted(value)))
+    return Group(*parts, page(value) if "statistics" in value else Text(counts_line(value)))

@@ -18,6 +18,7 @@ from headstart.data.choosing.asked import read_prompts
 from headstart.data.packing import POOL, make_packs
 from headstart.fit import in_dtype, run_layout
 from headstart.heads.base import Head
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
 from headstart.heads.targets.load import resolve_device, weightless_target
 from headstart.pipeline.data import trained_samples
@@ -231,7 +232,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
     data, most = run.recipe.data, run.recipe.data.max_length
     if launch.samples is not None:
         mean = launch.mean_tokens or most
-        note = f"data: {launch.samples} samples of {mean:g} tokens as stated, all supervised"
+        note = f"data: {counted(launch.samples, 'samples')} of {mean:g} tokens as stated, all supervised"
         return DataShape.equal(launch.samples, mean, data.pack_size, note)
     if data.distill.prompts and not run.distilled_path.is_file():
         try:
@@ -242,8 +243,8 @@ def data_of(run: Run, launch: Launch) -> DataShape:
                 "--samples N --mean-tokens T"
             ) from error
         note = (
-            f"data: {prompts} prompts are not answered yet; each counts as a sample of data.max_length={most} tokens, "
-            "all supervised"
+            f"data: {counted(prompts, 'prompts')} not answered yet; each counts as a sample of data.max_length={most} "
+            "tokens, all supervised"
         )
         planned = DataShape.equal(prompts, most, data.pack_size, note)
         planned.known = False
@@ -270,7 +271,7 @@ def render(plan: Plan) -> Group:
         table.add_row(context if name == "context" else name, f"{size / GIB:.2f}")
     card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}{' free' * plan.layout.host}"
     table.add_row("peak (target and head activations do not overlap)", f"{plan.peak / GIB:.2f}{card}", style="bold")
-    steps = "as many steps as train.max_seconds allows, each" if plan.steps is None else f"{plan.steps} steps"
+    steps = "as many steps as train.max_seconds allows, each" if plan.steps is None else counted(plan.steps, "steps")
     disk = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.disk.items())
     lines = [
         f"{steps} of {plan.tokens_per_step:.0f} tokens; {hours_of(plan)}",
@@ -300,10 +301,10 @@ def prediction(run: Run) -> dict[str, Any]:
         plan = plan_recipe(run.recipe, launch, Console(silent=True), run)
     except HeadstartError as error:
         return {"refused": first_line(error), "summary": f"refused: {first_line(error)}"}
-    seen = "" if plan.epochs is None else f"{plan.epochs:.3g} epochs, "
-    steps = "as many steps as the time allows" if plan.steps is None else f"{plan.steps:,} steps"
+    seen = "" if plan.epochs is None else f"{counted(plan.epochs, 'epochs', '.3g')}, "
+    steps = "as many steps as the time allows" if plan.steps is None else counted(plan.steps, "steps", ",")
     cards = torch.cuda.device_count()
-    card = f"{cards} GPU{'s' * (cards > 1)} of this machine" if not plan.layout.host else "this machine's processor"
+    card = f"{counted(cards, 'GPUs')} of this machine" if not plan.layout.host else "this machine's processor"
     summary = f"{seen}{steps} of {plan.tokens_per_step:,.0f} tokens, {hours_of(plan)} expected on {card}"
     names = ("epochs", "steps", "hours", "tokens_per_step", "tokens_per_s")
     return {**{name: getattr(plan, name) for name in names}, "summary": summary}

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import read_json, write_json
 
@@ -73,7 +74,7 @@ def fit_line(rows: Sequence[dict[str, Any]], head: str, target: str, name: str, 
     """
     found = [row for row in rows if row.get("head") == head and row.get(f"tau_{name}") is not None]
     if len(found) < LEAST_ROWS:
-        raise DataError(f"{len(found)} rows of {head} with tau_{name}, expected {LEAST_ROWS} or more")
+        raise DataError(f"{counted(len(found), 'rows')} of {head} with tau_{name}, expected {LEAST_ROWS} or more")
     for key in ("conversations", "train_seconds"):
         if odd := [row.get(key) for row in found if not (isinstance(row.get(key), int | float) and row[key] > 0)]:
             raise DataError(f"rows of {head}: {key}: found {odd[0]!r}, expected a number above 0")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
+from headstart.heads.counting import counted
 from headstart.heads.errors import TrainingError
 from headstart.train.checkpoints.writer import CheckpointWriter
 from headstart.train.coverage import untrained
@@ -139,6 +140,7 @@ class Health:
             return
         if state.supervised == 0:
             raise TrainingError(
-                f"no position is supervised in the first {state.packs} packs; `headstart inspect` shows the masks"
+                f"no position is supervised in the first {counted(state.packs, 'packs')}; `headstart inspect` "
+                "shows the masks"
             )
         raise untrained(self.head, state.supervised)

@@ -30,6 +30,7 @@ from headstart.data.features import FeatureSource
 from headstart.heads.acceptance import answer_rows, find_cycles
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
+from headstart.heads.counting import counted
 from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, StorageError
 from headstart.heads.files import write_safetensors
@@ -130,8 +131,8 @@ class Rounds:
         failed, seconds = int((failed_N > 0).sum()), time.perf_counter() - began
         standing.reporter.say(
             f"round {number + 1} of {config.rounds}: along the training answers, the accepted length is "
-            f"{tokens / max(cycles, 1):.3f}; {failed} drafts failed and count {config.failed_weight:g} times now "
-            f"({seconds:.1f} s)"
+            f"{tokens / max(cycles, 1):.3f}; {counted(failed, 'drafts')} failed and will count "
+            f"{config.failed_weight:g} times ({seconds:.1f} s)"
         )
 
     def weigh(self, batch: FeatureBatch, samples: Sequence[int]) -> FeatureBatch:

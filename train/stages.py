@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headstart.heads.base import Stage
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError
 from headstart.train.optim import Budget
 from headstart.train.standing import RunState
@@ -61,8 +62,8 @@ class Stages:
         short = [stage.name for stage, length in zip(stages, self.lengths or [], strict=False) if length == 0]
         if short and len(stages) > 1:
             raise ConfigError(
-                f"train.{budget.by}: found a run of {steps} steps, in which the stage {short[0]!r} gets none: train "
-                "longer"
+                f"train.{budget.by}: found a run of {counted(steps or 0, 'steps')}, in which the stage {short[0]!r} "
+                "gets none: train longer"
             )
 
     @property

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from headstart.data.config import SourceConfig
+from headstart.heads.counting import counted
 from headstart.heads.files import short_path
 
 T = TypeVar("T")
@@ -62,9 +63,9 @@ class SourceCount:
         """In words, for prompts. Args: bad: number of bad rows."""
         if not self.read:
             return self.no_records()
-        rows = f", {bad} bad rows" if bad else ""
+        rows = f", {counted(bad, 'bad rows')}" if bad else ""
         asked = self.read - bad - sum(self.dropped.values())
-        return f"{self.name}: {self.read} prompts read{self.left_out()}{rows}; {asked} are asked"
+        return f"{self.name}: {counted(self.read, 'prompts')} read{self.left_out()}{rows}; {asked} asked"
 
     def no_records(self) -> str:
         return f"{self.name}: found no records, expected at least one: is this the right source?"
@@ -97,9 +98,10 @@ def lines_of(counts: Sequence[SourceCount]) -> list[str]:
         if not count.read:
             lines.append(count.no_records())
             continue
-        again = f" and {count.repeated} repeats" if count.repeated else ""
+        again = f" and {counted(count.repeated, 'repeats')}" if count.repeated else ""
+        read = counted(count.read, "conversations")
         lines.append(
-            f"{count.name}: {count.read} conversations read{count.left_out()}; {count.trained} train{again}, "
+            f"{count.name}: {read} read{count.left_out()}; {count.trained} in training{again}, "
             f"{count.held_out} held out; {facts['conversation_share']:.1%} of conversations, "
             f"{facts['token_share']:.1%} of tokens"
         )

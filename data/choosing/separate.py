@@ -40,7 +40,7 @@ def separate(
     split = _without_near_copies(split, gathered, of_held, config)
     if not split.train:
         raise DataError(
-            f"data: all {len(split.copies) + len(split.near_copies)} samples to train on repeat held-out text "
+            f"data: all samples to train on ({len(split.copies) + len(split.near_copies)}) repeat held-out text "
             f"({', '.join([*split.copies, *split.near_copies][:3])}): give other conversations to train on, or to hold "
             "out (data.held_out)"
         )

@@ -21,6 +21,7 @@ import numpy as np
 from headstart.data.records.conversation import Conversation, opening
 from headstart.data.records.messages import folded
 from headstart.data.samples import COPIED, Sample
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, first_names
 
 #: name of the rule below. Change it with the rule: runs that an older rule split are then made again, because the new
@@ -93,12 +94,14 @@ class Split:
         """In words, one fact a line."""
         lines = []
         if self.copied_answers:
-            lines.append(f"{self.copied_answers} answers left training, they repeat held-out text")
+            lines.append(f"{counted(self.copied_answers, 'answers')} left training for repeating held-out text")
         if self.copies:
             named = first_names(self.copies)
-            lines.append(f"{len(self.copies)} samples left training with them, they have no other answer ({named})")
+            gone = counted(len(self.copies), "samples")
+            lines.append(f"{gone} left training because of it, having no other answer ({named})")
         if self.near_copies:
-            lines.append(f"{len(self.near_copies)} conversations left training, they are near copies of held-out ones")
+            gone = counted(len(self.near_copies), "conversations")
+            lines.append(f"{gone} left training as near copies of held-out ones")
         if self.alike:
             lines.append(
                 f"WARNING: {self.alike} conversations, most of those that train, are near copies of held-out ones, so "
@@ -106,9 +109,10 @@ class Split:
                 "to other conversations, or data.duplicates=near to remove near copies everywhere"
             )
         if self.large_prompts:
-            lines.append(f"{self.large_prompts} first prompts begin too many conversations to be held out")
+            large = counted(self.large_prompts, "first prompts")
+            lines.append(f"{large} not held out: too many conversations begin so")
         if self.shared_prompts:
-            lines.append(f"{self.shared_prompts} held-out prompts are in training too, with other answers")
+            lines.append(f"{counted(self.shared_prompts, 'held-out prompts')} in training too, with other answers")
         if warning := self._warning():
             lines.append(f"WARNING: {warning}")
         return lines
@@ -127,12 +131,13 @@ class Split:
                 "nothing is held out, because data.held_out gives no conversation that can be used: correct it, or "
                 "leave it empty to split off data.held_out_fraction"
             )
-        what = f"{found} different held-out prompts, fewer than {FEWEST_HELD_OUT}: numbers on them vary by chance"
+        what = f"fewer than {FEWEST_HELD_OUT} different held-out prompts ({found}): numbers on so few vary by chance"
         if self.given:
             return f"{what}; add conversations to data.held_out"
         fraction = math.ceil(100 * 1.2 * FEWEST_HELD_OUT / self.prompts) / 100
         if fraction > 0.3:
-            return f"{what}; of {self.prompts} prompts more cannot be spared: give more conversations, or data.held_out"
+            all_of_them = counted(self.prompts, "prompts")
+            return f"{what}; of {all_of_them} more cannot be spared: give more conversations, or data.held_out"
         return f"{what}; set data.held_out_fraction={fraction:g} or data.held_out"
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) ->
     train = [sample for sample, key in zip(samples, keys, strict=True) if key not in held_keys]
     if samples and not train:
         raise ConfigError(
-            f"data.held_out_fraction: {fraction} of {len(counts)} prompts leaves none to train on: lower it"
+            f"data.held_out_fraction: {fraction} of {counted(len(counts), 'prompts')} leaves none to train on: lower it"
         )
     kept, answers, copies = without_copies(train, held)
     return Split(kept, held, len(counts), len(held_keys), answers, copies, large if wanted else 0, wanted=wanted)

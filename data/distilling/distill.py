@@ -31,6 +31,7 @@ from headstart.data.ranks import ALONE, Ranks
 from headstart.data.records.conversation import TokenTurn, unread_note
 from headstart.data.records.media import dropped_for, dropped_lines
 from headstart.data.records.messages import Message
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json, write_json
 from headstart.heads.targets.target import Target
@@ -100,7 +101,7 @@ def distill(
     asking = _Asking(target, chats, config, mine)
     done = len(jobs) - len(missing)
     total = done + len(mine)
-    progress(done, total, f"{done} answers found in {out}" if done else "")
+    progress(done, total, f"{counted(done, 'answers')} found in {out}" if done else "")
     try:
         for answer in answerer.answers(asking.requests):
             job = asking.take(answer)
@@ -117,7 +118,7 @@ def distill(
     finally:
         file.close()
     if asking.requests.over:
-        over = f"data.distill.max_seconds={config.max_seconds:g} are over: {done} of {total} answers"
+        over = f"data.distill.max_seconds={config.max_seconds:g} are over: {done} of {counted(total, 'answers')}"
         progress(done, total, over)
     done = len(jobs) - len(missing) + file.finish([job.id for job in jobs])
     for found in ranks.gather(skipped):
@@ -218,7 +219,7 @@ def _report(
         progress(0, len(jobs), helps)
     if prompts and not jobs:
         name, cause = next(iter(skipped.items()))
-        first = f"none of {len(prompts)} prompts can be answered; the first, {name}: {cause}"
+        first = f"none of {counted(len(prompts), 'prompts')} can be answered; the first, {name}: {cause}"
         raise DataError(f"distill: {first}{'; ' * bool(helps)}{helps}")
 
 

@@ -17,6 +17,7 @@ from headstart.data.distilling.answer_file import belongs_to, record_line
 from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
 from headstart.data.records.conversation import parse_record
+from headstart.heads.counting import counted
 from headstart.heads.files import atomic_write, explain_disk
 
 #: field of a record's turn: the hash of its request
@@ -60,9 +61,9 @@ def adopt(out: Path, asked: Mapping[str, Sequence[tuple[str, Prompt]]], progress
     with explain_disk(out):
         atomic_write(out, write)
     if renamed:
-        progress(0, 0, f"{renamed} answers in {out} belong to prompts that have other ids now")
+        progress(0, 0, f"{counted(renamed, 'answers')} in {out}: the prompt has another id now")
     if unasked:
-        progress(0, 0, f"{unasked} answers are not asked for any more: they moved to {unasked_of(out)}")
+        progress(0, 0, f"{counted(unasked, 'answers')} not asked for any more: moved to {unasked_of(out)}")
 
 
 def _read(out: Path, asked: Mapping[str, Sequence[tuple[str, Prompt]]]) -> list[tuple[str, str | None]] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
 from headstart.data.records.messages import Where
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError
 from headstart.heads.files import atomic_write
 
@@ -48,7 +49,7 @@ class Rejects:
 
     def lines(self) -> list[str]:
         """In words, one reason a line."""
-        return [f"left out {count} bad rows: {reason}" for reason, count in self.counts.most_common()]
+        return [f"left out {counted(count, 'bad rows')}: {reason}" for reason, count in self.counts.most_common()]
 
     def write(self, path: Path) -> None:
         """One line of JSON a row: file, row, reason. Without rejects, no file; one written before is removed."""

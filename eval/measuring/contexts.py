@@ -7,6 +7,7 @@ from headstart.data.prompts import Chats, Prompt
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.measuring.conversations import Conversations
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError
 from headstart.heads.targets.target import Target
 
@@ -61,7 +62,7 @@ def _check(prompt: Prompt, context: list[int], positions: int, vocab_size: int) 
 def _refusal(reason: str, prompts: list[Prompt]) -> str:
     names = ", ".join(prompt.id for prompt in prompts[:NAMED])
     more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
-    return f"dropped {len(prompts)} prompts: {reason} ({names}{more})"
+    return f"dropped {counted(len(prompts), 'prompts')}: {reason} ({names}{more})"
 
 
 class Contexts:

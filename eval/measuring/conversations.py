@@ -13,6 +13,7 @@ from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
 from headstart.data.records.conversation import unread_note
 from headstart.data.records.messages import Message
+from headstart.heads.counting import counted
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Conversations:
 
     def notes(self, limit: int, why_cut: str, more: list[str]) -> list[str]:
         """Notes for the report. Args: limit: eval.max_new_tokens; more: notes that stand before the last one."""
-        notes = [f"{self.cut} answers end before eval.max_new_tokens={limit}: {why_cut}"] if self.cut else []
-        notes += [f"{count} later turns were left out: {reason}" for reason, count in self._left_out.items()]
+        cut = counted(self.cut, "answers")
+        notes = [f"{cut} ended before eval.max_new_tokens={limit}: {why_cut}"] if self.cut else []
+        notes += [f"{counted(count, 'later turns')} left out: {reason}" for reason, count in self._left_out.items()]
         unread = unread_note(Counter(name for prompt in self.prompts for name in prompt.unread))
         return [*notes, *more, *([unread] if unread else [])]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.session import Decoder
+from headstart.heads.counting import counted
 from headstart.heads.ends import Teacher
 from headstart.heads.targets.target import Target, length_groups
 
@@ -192,7 +193,8 @@ def measure_quality(
         prompts: token ids that both answer greedily, with up to `new_tokens` tokens. None: nothing is answered.
         prompt_documents: the same conversations, in which the text of the prompts is scored.
     """
-    say(f"perplexity of {len(documents)} held-out conversations, greedy answers to {len(prompts)} prompts")
+    asked = counted(len(prompts), "prompts")
+    say(f"perplexity of {counted(len(documents), 'held-out conversations')}, greedy answers to {asked}")
     texts = (documents, prompt_documents)
     before, own = [perplexity(original, text) for text in texts], greedy_answers(original, prompts, new_tokens)
     with tuned() as target:

@@ -22,6 +22,7 @@ from headstart.eval.measuring.wording import (
     rates_text,
     speedup_text,
 )
+from headstart.heads.counting import counted
 from headstart.heads.errors import HeadstartError
 from headstart.heads.escape import code, markdown, plain, table
 from headstart.heads.files import write_text
@@ -79,7 +80,10 @@ def _title(report: Report) -> str:
     if report.verification in LOSSLESS_RULES:
         acceptance += f" ({report.verification} verification)"
     cut = report.cut or {"cut": 0}
-    limit = f" · {cut['cut']} of {cut['answers']} answers cut at {report.max_new_tokens} tokens" if cut["cut"] else ""
+    limit = ""
+    if cut["cut"]:
+        tokens = counted(report.max_new_tokens, "tokens")
+        limit = f" · {cut['cut']} of {counted(cut['answers'], 'answers')} cut at {tokens}"
     if report.longer is not None:
         limit += f", τ {report.longer['tau']:.2f} with up to {report.longer['max_new_tokens']}"
     return (
@@ -202,7 +206,8 @@ def remarks(report: Report) -> list[str]:
     if report.generate is not None:
         hf = report.generate
         rate = number(hf["tokens_per_s"], 1)
-        lines.append(f"{hf['label']}: {rate} tokens/s at batch 1 on {hf['prompts']} contexts, prefill apart")
+        contexts = counted(hf["prompts"], "contexts")
+        lines.append(f"{hf['label']}: {rate} tokens/s at batch 1 on {contexts}, prefill apart")
     return lines
 
 
@@ -221,7 +226,7 @@ def render_markdown(report: Report) -> str:
     if identity:
         lines.append(
             f"Greedy identity with plain decoding ({identity['dtype']}): "
-            f"{identity['identical']} of {identity['sequences']} sequences."
+            f"{identity['identical']} of {counted(identity['sequences'], 'sequences')}."
         )
         for case in identity["divergences"]:
             place = f"turn {case['turn'] + 1}, token {case['position']}"
@@ -230,7 +235,7 @@ def render_markdown(report: Report) -> str:
         lines.append("")
     lines += [f"- {markdown(note)}" for note in report.notes]
     data = markdown(report.data["path"])
-    lines += [f"- data: {data}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]
+    lines += [f"- data: {data}, {counted(report.prompts, 'prompts')}, at most {report.max_new_tokens} new tokens"]
     lines += [f"- {name}: {number(value, 2)}" for name, value in report.timing.items()]
     lines += [f"- command: {code(report.command)}"] if report.command else []
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())

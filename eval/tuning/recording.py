@@ -19,6 +19,7 @@ from headstart.eval.decoding.scheduler import Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.tree import Tree
 from headstart.eval.tuning.calibration import Outcomes, calibrate
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.formats.calibration import Calibration
 
@@ -181,7 +182,8 @@ def calibrate_drafter(
         )
     if len(contexts) < 2:
         raise DataError(
-            f"calibration: found {len(contexts)} prompts, expected 2 or more: one to fit on, one to measure on"
+            f"calibration: found {counted(len(contexts), 'prompts')}, expected 2 or more: one to fit on, one to "
+            "measure on"
         )
     with asked_for_confidence(drafter) as source:
         fitted_on, measured_on = (

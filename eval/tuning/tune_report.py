@@ -16,6 +16,7 @@ from headstart.eval.measuring.verdict import markdown_of
 from headstart.eval.measuring.wording import number
 from headstart.eval.tuning.choice import AGREEMENT, Choice, Tuning, overrides, tree_name
 from headstart.eval.tuning.costs import node_count
+from headstart.heads.counting import counted
 from headstart.heads.escape import code, line, markdown, table
 from headstart.heads.files import atomic_write, write_json, write_text
 from headstart.heads.formats.plots import draw_reliability, new_figure, save_figure
@@ -160,7 +161,7 @@ def tuning_markdown(tuning: Tuning) -> str:
     lines = [f"# {heading}", "", *markdown_of(tuning.verdict, markdown), markdown(_title(tuning)), ""]
     lines += [*table(COLUMNS, [_cells(choice) for choice in tuning.choices]), ""]
     lines += [f"- {remark}" for remark in _remarks(tuning, markdown, code)]
-    lines += [f"- data: {markdown(tuning.data['path'])}, {tuning.prompts} prompts", ""]
+    lines += [f"- data: {markdown(tuning.data['path'])}, {counted(tuning.prompts, 'prompts')}", ""]
     lines += _static_markdown(tuning)
     lines += _calibration_markdown(tuning)
     lines += ["## Costs in ms", ""]
@@ -197,7 +198,7 @@ def _calibration_markdown(tuning: Tuning) -> list[str]:
     slope = "" if found.slope is None else f", slope {found.slope:.3f}"
     return [
         "## Calibration", "", CALIBRATION_NOTE, "",
-        markdown(f"{found.kind} of {found.source}{slope}; measured on {found.num_samples} cycles"), "",
+        markdown(f"{found.kind} of {found.source}{slope}; measured on {counted(found.num_samples, 'cycles')}"), "",
         *table(("position", *(name for name, _ in (*columns, *errors))), rows), "",
     ]  # fmt: skip
 

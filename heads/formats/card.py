@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import yaml
 
+from headstart.heads.counting import counted
 from headstart.heads.escape import code, fenced, in_json, markdown, table
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.beside import NAMES
@@ -114,7 +115,7 @@ def _results(report: dict[str, Any] | None) -> str:
         cells.append((name, str(row["prompts"]), f"{row['tau']:.3f}", rates, *shown))
     identity = report.get("greedy_identity")
     same = (
-        f" Identical to plain decoding: {identity['identical']} of {identity['sequences']} sequences."
+        f" Identical to plain decoding: {identity['identical']} of {counted(identity['sequences'], 'sequences')}."
         if identity
         else ""
     )
@@ -158,14 +159,15 @@ def _data(side: dict[str, Any]) -> str:
     lines = [f"- {_source(source)}" for source in data.get("sources") or []]
     prompts = (data.get("distill") or {}).get("prompts") or []
     lines += [f"- answers of the target itself to {_source(source)}" for source in prompts]
-    counted, trained = rest.get("data") or {}, rest.get("training") or {}
+    found, trained = rest.get("data") or {}, rest.get("training") or {}
     facts = [
-        f"{counted[key]:,} {said}"
+        counted(found[key], said, ",")
         for key, said in (("samples", "conversations"), ("supervised_tokens", "supervised tokens in them"))
-        if isinstance(counted.get(key), int)
+        if isinstance(found.get(key), int)
     ]
     if isinstance(trained.get("supervised_tokens"), int) and isinstance(trained.get("step"), int):
-        facts.append(f"{trained['supervised_tokens']:,} supervised tokens seen in {trained['step']:,} steps")
+        seen = counted(trained["supervised_tokens"], "supervised tokens", ",")
+        facts.append(f"{seen} seen in {counted(trained['step'], 'steps', ',')}")
     parts = ["\n".join(lines), "; ".join(facts) + "." if facts else ""]
     return "\n\n".join(["## Data", *filter(None, parts)]) if lines or facts else ""
 

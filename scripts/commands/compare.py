@@ -8,6 +8,7 @@ import typer
 
 from headstart.commands.common import Json, Overrides, command_body
 from headstart.console import Console
+from headstart.heads.counting import counted
 
 if TYPE_CHECKING:
     from headstart.comparing.cells import Work
@@ -43,7 +44,7 @@ def command(
         if dry_run:
             console.result(checks.to_json(processes), checks.render(processes))
             return
-        console.say(f"{len(work.cells)} cells, {processes} at a time; everything lands in {work.folder}")
+        console.say(f"{counted(len(work.cells), 'cells')}, {processes} at a time; everything lands in {work.folder}")
         with locked(work.folder, "folder=…"):
             failed = _compare(work, cards, console)
         if failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headstart.commands.common import Json, Overrides, RecipeArgument, command_body, open_run
+from headstart.heads.counting import counted
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
@@ -22,4 +23,5 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
             if result is None:
                 raise ConfigError(f"{recipe}: {NO_PROMPTS}")
             run.save_recipe()
-        console.result(result, f"{result['answers']} answers to {result['prompts']} prompts in {result['path']}")
+        answers, prompts = counted(result["answers"], "answers"), counted(result["prompts"], "prompts")
+        console.result(result, f"{answers} to {prompts} in {result['path']}")

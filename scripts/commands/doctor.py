@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headstart.commands.common import Json, command_body
+from headstart.heads.counting import counted
 
 if TYPE_CHECKING:
     from headstart.data.config import DataConfig, SourceConfig
@@ -162,7 +163,7 @@ def _look(data: DataConfig, target: Target | None) -> str:
         raise DataError("none of the first records can be trained on\n" + "\n".join(report.lines()))
     reasons = "; ".join(sorted(report.dropped, key=lambda reason: -len(report.dropped[reason]))[:3])
     left = f", {report.dropped_count} of them dropped ({reasons}; headstart inspect says where)" if reasons else ""
-    return "; ".join([f"{report.conversations} records read{left}", *held])
+    return "; ".join([f"{counted(report.conversations, 'records')} read{left}", *held])
 
 
 def _try(name: str, check: Callable[[], str]) -> Check:

@@ -11,6 +11,7 @@ import typer
 
 from headstart.commands.common import Json, Overrides, RecipeArgument, command_body, open_run
 from headstart.commands.plan import LAUNCH, show_plan
+from headstart.heads.counting import counted
 
 #: an option that goes with --plan; the help of `headstart plan` explains it
 OF_PLAN = typer.Option(hidden=True)
@@ -52,6 +53,5 @@ def command(
             distill(run)
             result = train(run)
             run.save_recipe()
-        console.result(
-            result, f"trained {result['step']} steps in {result['seconds']:.0f} s; the head is in {result['head']}"
-        )
+        steps = counted(result["step"], "steps")
+        console.result(result, f"trained {steps} in {result['seconds']:.0f} s; the head is in {result['head']}")

@@ -20,6 +20,7 @@ from headstart.data.choosing.asked import read_prompts
 from headstart.data.sources.sources import load_conversations
 from headstart.eval.measuring.fitted import Fitted
 from headstart.fit import in_dtype, run_layout
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, HeadstartError, first_line
 from headstart.heads.files import require_disk
 from headstart.heads.targets.load import resolve_device, weightless_target
@@ -240,7 +241,8 @@ class Checks:
         total = self.seconds
         time = "unknown" if total is None else f"{total / processes / 60:,.0f} minutes"
         lines = [
-            f"{len(self.work.cells)} cells of {budget} each, {processes} at a time; folder {self.work.folder}",
+            f"{counted(len(self.work.cells), 'cells')} of {budget} each, {processes} at a time; folder "
+            f"{self.work.folder}",
             f"training: {time} in all"
             + (f", estimated from {self._flops / 1e12:.2f} TFLOP/s ({self.flops_from})" if self._flops else "")
             + "; measuring comes on top",

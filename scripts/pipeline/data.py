@@ -20,6 +20,7 @@ from headstart.data.records.conversation import opening
 from headstart.data.samples import Sample
 from headstart.data.statistics import exact_copies, label_tokens, scripts, summarise
 from headstart.eval.prompts import eval_prompts
+from headstart.heads.counting import counted
 from headstart.heads.errors import DataError
 from headstart.heads.files import write_json, write_text
 from headstart.heads.vocab import membership
@@ -54,12 +55,13 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
             say(f"data: {line}")
         if recipe.data.supervise == "all":
             say("data: data.supervise=all: every token of these trains, prompts too")
-        say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
+        say(f"data: {counted(len(data.train), 'samples')} to train on, {len(data.held_out)} held out")
         for line in data.split.lines():
             say(f"data: {line}")
         if data.gathered is not None and data.gathered.begin_watched:
+            watched = counted(data.gathered.begin_watched, "conversations")
             say(
-                f"data: WARNING: {data.gathered.begin_watched} conversations begin with a prompt of eval.data or a "
+                f"data: WARNING: {watched} beginning with a prompt of eval.data or a "
                 "near copy of one: the evaluation measures on what is trained. data.exclude=[{path: FILE.jsonl}] "
                 "leaves those out that begin with a prompt of FILE"
             )

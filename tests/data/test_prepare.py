@@ -110,7 +110,7 @@ def test_all_unsupervised_is_refused():
     nothing = Sample("a", tokens, np.full(4, -1, np.int32))
     single = Sample("b", tokens, np.array([-1, 0, -1, 1], np.int32))
     with pytest.raises(
-        DataError, match=r"2 samples hold 2 supervised tokens and no answer of 2 tokens or more.*data.distill"
+        DataError, match=r"2 samples with 2 supervised tokens and no answer of 2 tokens or more.*data.distill"
     ):
         require_supervised([nothing, single])
     with pytest.raises(DataError, match="0 samples"):
@@ -200,8 +200,8 @@ def test_a_greeting_is_context_and_what_stands_behind_a_stop_token_is_told(token
     shown = [tokenizer.decode([t for t, n in zip(s.token_ids, s.turn_ids, strict=True) if n >= 0]) for s in samples]
     assert shown == ["Bye<|im_end|>", "Hello<|im_end|>"]
     assert (report.greetings, report.broken, report.dropped) == (1, ["broken"], {"no assistant answer": ["alone"]})
-    assert "1 begin with an answer that no question precedes: it is context only" in report.lines()
-    told = "1 hold a stop token inside an answer; what stands behind it does not train (broken)"
+    assert "1 beginning with an answer that no question precedes: it is context only" in report.lines()
+    told = "1 with a stop token inside an answer; what stands behind it does not train (broken)"
     assert told in report.lines()
     assert report.as_dict()["broken"] == ["broken"]
 

@@ -85,7 +85,7 @@ def test_doctor_and_plan_leave_out_prompts_with_images(recipe: Path, headstart: 
     found = {check["name"]: check for check in checked.json["checks"]}
     assert checked.code == 0 and "dropped 1: the conversation holds images (prompts.jsonl:2)" in found["data"]["found"]
     planned = headstart("plan", recipe)
-    assert planned.code == 0 and "data: 1 prompts are not answered yet" in planned.out
+    assert planned.code == 0 and "data: 1 prompt not answered yet" in planned.out
     prompts.write_text(shown)
     checked = headstart("doctor", recipe, "--json")
     found = {check["name"]: check for check in checked.json["checks"]}

@@ -235,7 +235,7 @@ def test_a_page_of_numbers(headstart: Callable, recipe: Path) -> None:
     assert shown.code == 0, shown.err
     lines = [line.strip() for line in shown.out.splitlines() if not line.startswith(" ")]
     rows = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines)
-    assert rows["conversations"] == "24 read; 24 samples train, 0 held out"
+    assert rows["conversations"] == "24 read; 24 samples to train on, 0 held out"
     assert rows["duplicates"] == "none (data.duplicates=exact)"
     assert rows["tokens an answer"] == "min 7, p5 7, median 9, p95 9, max 9"
     assert rows["supervised"].endswith(" of 810 tokens; 24 answers")

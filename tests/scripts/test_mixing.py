@@ -60,7 +60,7 @@ def test_prompts_of_the_evaluation_in_training_are_told(headstart: Callable, rec
     options = (f"data.sources=[{{path: {source}}}]", "data.distill.prompts=[]", "train.epochs=1", "train.tau_prompts=0")
     found = headstart("run", recipe, *options, f"eval.data={bench}")
     assert found.code == 0, found.err
-    assert "data: WARNING: 1 conversations begin with a prompt of eval.data or a near copy of one" in found.err
+    assert "data: WARNING: 1 conversation beginning with a prompt of eval.data or a near copy of one" in found.err
     clean = headstart("run", recipe, *options, f"eval.data={bench}", f"data.exclude=[{{path: {bench}}}]", "name=two")
     assert clean.code == 0 and "begin with a prompt of eval.data" not in clean.err, clean.err
 

@@ -78,6 +78,6 @@ def test_the_rate_climbs_and_falls_in_every_stage():
 
 
 def test_a_stage_without_a_step_is_refused():
-    with pytest.raises(ConfigError, match=r"train.steps: found a run of 1 steps.*'first'"):
+    with pytest.raises(ConfigError, match=r"train.steps: found a run of 1 step.*'first'"):
         Stages(TWO, Budget(1, None, None))
     Stages((Stage(),), Budget(1, None, None))

@@ -294,7 +294,7 @@ class CheckpointStore:
             listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
             what = f"the one that {latest.name} names is gone"
             if faults:
-                what = f"all {len(faults)} checkpoints are damaged ({listed})"
+                what = f"every checkpoint is damaged ({listed})"
             raise StorageError(
                 f"{self.directory}: no checkpoint can be used: {what}. Put back a copy of one if you have it, start "
                 "over with train.resume=false (what is there is kept in previous/), or choose another place with "

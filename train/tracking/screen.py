@@ -29,6 +29,8 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
+from headstart.heads.counting import noun_of
+
 #: longest silence, and least time between two lines of one count where stderr is not a terminal, in seconds
 SILENT_S = 5.0
 #: seconds between two looks of the thread
@@ -152,9 +154,10 @@ class Bar(Phase):
 
     def counted(self) -> str:
         """12 of 280 steps."""
-        show = duration if self.unit == "s" else count_text
-        of = "" if self.total is None else f" of {show(self.total)}"
-        return f"{show(self.done)}{of} {self.unit if self.unit != 's' else ''}".rstrip()
+        if self.unit == "s":
+            return duration(self.done) + ("" if self.total is None else f" of {duration(self.total)}")
+        of = "" if self.total is None else f" of {count_text(self.total)}"
+        return f"{count_text(self.done)}{of} {noun_of(self.done if self.total is None else self.total, self.unit)}"
 
     def waited(self, now: float) -> str | None:
         """How long the count has not grown, where that is longer than SILENT_S."""

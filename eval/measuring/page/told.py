@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.eval.measuring.page.panel import Cell, Runs, Table, count, num, several
+from headstart.heads.counting import counted
 from headstart.heads.escape import plain
 
 #: rows of the table of what failed
@@ -68,8 +69,8 @@ def samples(runs: Runs) -> list[Shown]:
             written = drafted + sum(token.kind == "target" for token in tokens)
             named = f"{label}, " if several(runs) else ""
             title = (
-                f"{named}sample {number} ({plain(str(sample['task']))}): {drafted} of {written} tokens were drafted, "
-                f"{len(cycles)} cycles, τ {float(sample['tau']):.2f}"
+                f"{named}sample {number} ({plain(str(sample['task']))}): {drafted} of {counted(written, 'tokens')} "
+                f"drafted, {counted(len(cycles), 'cycles')}, τ {float(sample['tau']):.2f}"
             )
             shown.append(Shown(title, plain(str(sample["prompt"])), tokens))
     return shown

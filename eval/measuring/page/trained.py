@@ -21,6 +21,7 @@ from headstart.eval.measuring.page.panel import (
     several,
     text,
 )
+from headstart.heads.counting import counted
 
 #: curve of a report → what a person calls it
 NAMES = {
@@ -73,7 +74,7 @@ def training(runs: Runs) -> Panel:
         about = runs[label]["training"]
         if about.get("seconds") is not None and about.get("steps") is not None:
             named = f"{label}: " if several(runs) else ""
-            says.append(f"{named}{int(about['steps']):,} steps took {float(about['seconds']):,.0f} s.")
+            says.append(f"{named}{counted(int(about['steps']), 'steps', ',')} took {float(about['seconds']):,.0f} s.")
         for name, points in curves.items():
             values = [value for _, value in points]
             rows.append([text(f"{name_of(name)} ({name})"), *([text(label)] if several(runs) else []),

@@ -130,7 +130,7 @@ def test_repeats_are_bounded_and_counted(tmp_path: Path):
     assert [f["trained"] for f in facts(many)] == [30, 300] and [f["repeated"] for f in facts(many)] == [270, 0]
     assert facts(three)[1]["dropped"] == {"not chosen by weight": 210}
     line = next(line for line in many.gathered.lines() if "a.jsonl" in line)  # type: ignore[union-attr]
-    assert "30 train and 270 repeats" in line and "50.0% of conversations" in line
+    assert "30 in training and 270 repeats" in line and "50.0% of conversations" in line
     # a fraction of the conversations repeats once more, by the seed
     b.weight = 1.5
     some = prepared(a, b, most_repeats=100)
@@ -202,8 +202,8 @@ def test_prompts_are_mixed_too(tmp_path: Path):
     told: list[str] = []
     read_prompts([a, b], say=told.append)
     assert told == [
-        f"{a.path}: 100 prompts read, 80 not chosen by weight; 20 are asked",
-        f"{b.path}: 100 prompts read, 20 over the cap of 80; 80 are asked",
+        f"{a.path}: 100 prompts read, 80 not chosen by weight; 20 asked",
+        f"{b.path}: 100 prompts read, 20 over the cap of 80; 80 asked",
     ]
 
 
@@ -214,7 +214,7 @@ def test_prompts_that_are_left_out_are_told(tmp_path: Path):
     told: list[str] = []
     assert len(read_prompts([a, b, c], say=told.append)) == 7
     assert told == [
-        f"{a.path}: 11 prompts read, 5 over the cap of 4, 2 bad rows; 4 are asked",
+        f"{a.path}: 11 prompts read, 5 over the cap of 4, 2 bad rows; 4 asked",
         f"{b.path}: found no records, expected at least one: is this the right source?",
     ]
 

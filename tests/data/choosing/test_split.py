@@ -137,8 +137,8 @@ def test_few_held_out_prompts_are_told():
     found = split_held_out(samples_of(1000), 0.005)
     assert 0 < found.held_out_prompts < 20
     assert found.lines() == [
-        f"WARNING: {found.held_out_prompts} different held-out prompts, fewer than 20: numbers on them vary by chance; "
-        "set data.held_out_fraction=0.03 or data.held_out"
+        f"WARNING: fewer than 20 different held-out prompts ({found.held_out_prompts}): numbers on so few vary by "
+        "chance; set data.held_out_fraction=0.03 or data.held_out"
     ]
     assert split_held_out(samples_of(1000), 0.03).lines() == []
     assert "give more conversations" in split_held_out(samples_of(30), 0.1).lines()[0]
@@ -153,7 +153,7 @@ def test_a_prompt_that_begins_most_conversations_is_not_held_out(others: int):
         split = split_held_out(samples, 0.1, seed)
         assert 1 <= len(split.held_out) == split.held_out_prompts <= max(others // 2, 1)
         assert split.train[:900] == large and split.large_prompts == 1
-        assert split.lines()[0] == "1 first prompts begin too many conversations to be held out"
+        assert split.lines()[0] == "1 first prompt not held out: too many conversations begin so"
 
 
 def test_a_long_conversation_counts_once():
@@ -186,9 +186,9 @@ def test_copies_leave_training_and_are_told(tmp_path: Path):
     assert data.split.near_copies == {"short, another answer": "h2", "almost": "h1"}
     assert data.split.copied_answers == 2
     lines = data.split.lines()
-    assert lines[0] == "2 answers left training, they repeat held-out text"
-    assert lines[1] == "2 samples left training with them, they have no other answer (another prompt, the same)"
-    assert lines[2] == "2 conversations left training, they are near copies of held-out ones"
+    assert lines[0] == "2 answers left training for repeating held-out text"
+    assert lines[1] == "2 samples left training because of it, having no other answer (another prompt, the same)"
+    assert lines[2] == "2 conversations left training as near copies of held-out ones"
     assert "add conversations to data.held_out" in lines[3]
 
 
@@ -209,7 +209,7 @@ def test_a_last_word_that_all_conversations_share_costs_no_conversation(tmp_path
     held = len(data.held_out)
     assert 20 <= held < 50 and len(data.train) == 200 - held
     assert (data.split.copied_answers, data.split.copies) == (200 - held, [])
-    assert data.split.lines() == [f"{200 - held} answers left training, they repeat held-out text"]
+    assert data.split.lines() == [f"{200 - held} answers left training for repeating held-out text"]
     for sample in [each.with_all_supervised() for each in data.train]:
         said = "".join(map(chr, sample.token_ids[sample.turn_ids >= 0]))
         assert said.startswith("Question") and said.endswith("Thanks")
@@ -259,7 +259,7 @@ def test_copies_by_hand():
 
 def test_nothing_left_to_train_on_is_refused(tmp_path: Path):
     held = write(tmp_path / "held.jsonl", [record("h1", "First?", LONG)])
-    with pytest.raises(DataError, match=r"all 1 samples to train on repeat held-out text \(r0\)"):
+    with pytest.raises(DataError, match=r"all samples to train on \(1\) repeat held-out text \(r0\)"):
         prepared(tmp_path, [record("r0", "Other?", LONG)], held_out=[held])
 
 

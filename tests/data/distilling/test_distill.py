@@ -241,7 +241,7 @@ def test_bad_prompts_are_reported_and_the_rest_answered(target, prompts, tmp_pat
     skipped = json.loads((tmp_path / "o.jsonl.skipped.json").read_text())
     assert list(skipped) == ["long"] and "at most 124 fit" in skipped["long"]
     assert any(line.startswith("skipped long:") for line in lines)
-    with pytest.raises(DataError, match="none of 1 prompts can be answered; the first, long: "):
+    with pytest.raises(DataError, match="none of 1 prompt can be answered; the first, long: "):
         distill(target, [long], DistillConfig(max_new_tokens=4), tmp_path / "n.jsonl")
 
 

@@ -139,7 +139,7 @@ def test_distillation_answers_the_others(write_jsonl: Any, tmp_path: Any, target
     # a run that continues has nothing left to do
     distill(target, prompts, config, out)
     assert len(out.read_text().splitlines()) == 4
-    with pytest.raises(DataError, match="none of 1 prompts can be answered; the first, data:2: .*holds images"):
+    with pytest.raises(DataError, match="none of 1 prompt can be answered; the first, data:2: .*holds images"):
         distill(target, prompts[1:2], config, tmp_path / "none.jsonl")
 
 

@@ -338,5 +338,5 @@ def test_preparing_counts_what_was_left_out(tmp_path, write_jsonl, tokenizer):
     assert data.report.conversations == 4 and data.rejects.counts["prompt: found int …, expected text"] == 1
     assert data.rejects.counts.total() == 2
     path = write_jsonl(["{"])
-    with pytest.raises(DataError, match="can be trained on\n(.*\n)*left out 1 bad rows: not valid JSON"):
+    with pytest.raises(DataError, match="can be trained on\n(.*\n)*left out 1 bad row: not valid JSON"):
         prepare(DataConfig(sources=[source]), tokenizer, [tokenizer.eos_token_id])

@@ -456,7 +456,7 @@ def test_answers_end_where_the_positions_do(
     # 6, 3 and 6 tokens; prefill gives the first of each
     assert report.tokens == 5 + 2 + 5
     assert report.greedy_identity is not None and report.greedy_identity["identical"] == 3
-    assert "1 answers end before eval.max_new_tokens=6: the target has 12 positions" in report.notes
+    assert "1 answer ended before eval.max_new_tokens=6: the target has 12 positions" in report.notes
     long = write(tmp_path / "y.jsonl", [{"prompt_token_ids": [5]}, {"id": "long", "prompt_token_ids": [5] * 12}])
     with pytest.raises(DataError, match="prompt long: found 12 tokens, the target has 12 positions: shorten it"):
         evaluate(target, None, config_of(long))
@@ -467,8 +467,8 @@ def test_turns_without_room_are_left_out(target: Target, tmp_path: Path, monkeyp
     talks = [{"turns": ["w1 w2", "w3 w4", "w5"]}, {"turns": ["w1"]}]
     monkeypatch.setattr(target, "tokenizer", word_tokenizer())
     report = evaluate(target, None, config_of(write(tmp_path / "x.jsonl", talks), max_new_tokens=4))
-    left_out = [note for note in report.notes if "later turns were left out" in note]
-    assert left_out == ["2 later turns were left out: the target has 9 positions, which their conversations fill"]
+    left_out = [note for note in report.notes if "later turn" in note]
+    assert left_out == ["2 later turns left out: the target has 9 positions, which their conversations fill"]
     assert report.tokens == 3 + 3
 
 
@@ -478,8 +478,8 @@ def test_an_answer_with_special_tokens_ends_its_conversation(
     monkeypatch.setattr(target, "tokenizer", word_tokenizer([f"w{n}" for n in range(4, VOCAB)]))
     talks = [{"turns": ["w1 w2", "w3"]}, {"turns": ["w1"]}]
     report = evaluate(target, None, config_of(write(tmp_path / "x.jsonl", talks), max_new_tokens=4))
-    (left_out,) = [note for note in report.notes if "later turns were left out" in note]
-    assert left_out.startswith("1 later turns were left out: an answer holds special tokens")
+    (left_out,) = [note for note in report.notes if "later turn" in note]
+    assert left_out.startswith("1 later turn left out: an answer holds special tokens")
     assert report.tokens == 3 + 3
 
 

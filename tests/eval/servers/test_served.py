@@ -124,7 +124,7 @@ def test_an_answer_without_text_is_no_history(data: Path) -> None:
         1,
         2,
     ]
-    assert "2 later turns were left out: the answer before them had no text" in report.notes
+    assert "2 later turns left out: the answer before them had no text" in report.notes
     assert "fields that are not read and reach no prompt, by conversations: 'weight' (1)" in report.notes
 
 
@@ -313,7 +313,7 @@ def test_hostile_metrics_take_no_time() -> None:
         "x{" + "} " * 10**5,
         "x" + " " * 10**6 + "y z",
     ):
-        began = time.monotonic()
+        began = time.process_time()
         parse_metrics(line)
         reached_of_histogram([1] * 10**5, 3)
-        assert time.monotonic() - began < 1
+        assert time.process_time() - began < 1

@@ -304,7 +304,7 @@ def test_a_drafter_is_calibrated_on_every_other_prompt(
     assert found.num_samples == same.num_samples == len(measured.accepted_S)
     assert found.ece_after == pytest.approx(same.ece_after, abs=1e-3)
     assert not drafter.says_confidence  # type: ignore[union-attr]
-    with pytest.raises(DataError, match="found 1 prompts, expected 2 or more"):
+    with pytest.raises(DataError, match="found 1 prompt, expected 2 or more"):
         calibrate_drafter(decoder, drafter, contexts[:1], "tiny")
     lossy = Decoder(target, EvalConfig(synthetic_acceptance=0.5))
     with pytest.raises(ConfigError, match="found lossy acceptance"):

@@ -464,7 +464,7 @@ def test_prompts_that_the_template_refuses_are_told(target: Target, tmp_path: Pa
     search = TuneConfig(batch_sizes=[1], depth=1, prompts=2, repeats=1)
     said: list[str] = []
     found = tune(target, None, settings(str(path), drafter="ngram"), search, lambda *step: said.append(step[2]))
-    assert found.prompts == 1 and "dropped 1 prompts: the chat template refuses it: no system (odd)" in said
+    assert found.prompts == 1 and "dropped 1 prompt: the chat template refuses it: no system (odd)" in said
 
 
 def test_prompt_lookup_is_tuned_without_a_head(target: Target, prompts: str) -> None:

@@ -136,7 +136,7 @@ def test_a_trained_run_is_trained_again_where_joint_changes_and_not_where_the_gu
         (["joint.loss=mse"], "joint.loss: found 'mse'"),
         (["joint.heads_only=1.0"], "joint.heads_only: found 1.0"),
         (["head.type=eagle3", "head.draft_vocab_size=40"], "joint.enabled: found true with a draft vocabulary"),
-        (["train.steps=1"], "train.steps: found a run of 1 steps"),
+        (["train.steps=1"], "train.steps: found a run of 1 step"),
     ],
 )
 def test_what_cannot_work_is_refused_before_work(recipe, headstart: Call, tmp_path, changes, said):
@@ -168,7 +168,7 @@ def test_the_plan_refuses_a_stage_without_a_step(recipe, headstart: Call):
     """How many steps epochs take is known once the data is."""
     epochs = ("train.steps=null", "train.epochs=1", "train.accumulation=64", "--gpu-memory", "80")
     result = headstart("plan", recipe, *epochs)
-    assert result.code == 2 and "train.epochs: found a run of 1 steps, in which the stage" in result.err
+    assert result.code == 2 and "train.epochs: found a run of 1 step, in which the stage" in result.err
     assert headstart("plan", recipe, "joint.enabled=false", *epochs).code == 0
 
 

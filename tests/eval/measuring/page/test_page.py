@@ -110,7 +110,7 @@ def test_every_token_has_its_author(page: Page) -> None:
         ("rejected", " friend"), ("later", "!"), ("later", "⏎"), ("target", " reader"), ("accepted", "."),
         ("accepted", "⏎\n"), ("accepted", "<|end|>"),
     ]  # fmt: skip
-    assert "5 of 8 tokens were drafted, 3 cycles, τ 2.00" in shown.title
+    assert "5 of 8 tokens drafted, 3 cycles, τ 2.00" in shown.title
     classes = [str(values.get("class")) for tag, values in page.tags if tag in ("span", "del") and "title" in values]
     assert classes == ["t", "a", "a", "r", "t", "r", "r l", "r l", "t", "a", "a", "a"]
     failed = page.tables["The most frequent rejections in these samples: 2 of 3 cycles with a draft had one"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.kernels.launch import synchronize
 
+#: told after every cycle, on the host: (tokens of all answers so far, answers that have ended, answers in all). The
+#: device may wait for it, so it must take microseconds
+Watch = Callable[[int, int, int], None]
 #: contexts per row, of those given at once, with which few places stay empty on the whole
 QUEUED = 4
 
@@ -117,6 +121,7 @@ def decode(
     graphs: CycleGraphs | None = None,
     row_seeds: Tensor | None = None,
     scheduler: Scheduler = KEEP_ALL,
+    watch: Watch | None = None,
 ) -> Decoded:
     """Decode contexts to the end.
 
@@ -129,6 +134,7 @@ def decode(
         row_seeds: int64, one per context, plain decoding only. An answer is drawn by its own seed, so what is decoded
             beside it does not change its tokens.
         scheduler: chooses which drafts are verified.
+        watch: is told how far decoding is.
     """
     rows, device = engine.batch, engine.device
     record = _Record(rows, len(contexts), max_new_tokens, stop_ids)
@@ -155,6 +161,8 @@ def decode(
                 cycle_s.append(arrival - latest - places.pop_waited())
                 latest = arrival
                 record.add_cycle(table.tolist())
+                if watch is not None:
+                    watch(record.tokens, record.ended, len(contexts))
                 if not record.any_active and not record.waiting:
                     break
     # one captured cycle too many is still running: see CycleGraphs.run
@@ -221,7 +229,7 @@ class _Record:
         self.waiting = deque(range(rows, contexts))
         self.number = list(range(rows))  # of the context that each row decodes
         self.active = [True] * rows
-        self.cycles = 0
+        self.cycles = self.tokens = self.ended = 0
 
     @property
     def any_active(self) -> bool:
@@ -240,12 +248,14 @@ class _Record:
         answer = self.answers[number]
         for kept, token in enumerate(tokens, start=1):
             answer.tokens.append(token)
+            self.tokens += 1
             if token in self.stops[number]:
                 answer.finish_reason = "stop"
                 self.active[row] = False
             elif len(answer.tokens) >= self.limits[number]:
                 self.active[row] = False
             if not self.active[row]:
+                self.ended += 1
                 return kept
         return len(tokens)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.config import EvalConfig
-from headstart.eval.decoding.decode import Decoded, decode, round_up_slots, slots_needed
+from headstart.eval.decoding.decode import Decoded, Watch, decode, round_up_slots, slots_needed
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused.errors import Unfusable
@@ -34,6 +34,7 @@ class Decoder:
             else None.
         uncaptured: why cycles of transformers' own forward could not be captured; None while all could.
         graphs: captured cycles.
+        watch: is told how far a batch is (see `decode`), or None.
     """
 
     def __init__(self, target: Target, config: EvalConfig):
@@ -44,6 +45,7 @@ class Decoder:
         self.uncaptured: str | None = None
         self.fused = self._fuse()
         self.graphs = CycleGraphs()
+        self.watch: Watch | None = None
         # one generator for all runs: captured graphs hold on to it
         self.generator = torch.Generator(target.device)
 
@@ -183,7 +185,7 @@ class Decoder:
         before = self.graphs.seconds
         decoded = decode(
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
-            graphs=self.graphs, row_seeds=row_seeds, scheduler=scheduler,
+            graphs=self.graphs, row_seeds=row_seeds, scheduler=scheduler, watch=self.watch,
         )  # fmt: skip
         self.uncaptured = self.uncaptured or engine.uncaptured
         # the first batch on new buffers waits for a capture, which does not count as decoding

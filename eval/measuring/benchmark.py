@@ -184,6 +184,7 @@ class _Measurement:
         self.plain = config.baseline or drafter is None
         prompts, self.first, self.dropped = first_contexts(prompts, target, config)
         self.conversations = Conversations(prompts, progress, sweep_points(config))
+        self.decoder.watch = self.conversations.watch
         self.contexts = Contexts(target, config, self.conversations, self.first)
         self.tasks = {str(prompt.task): TaskResults() for prompt in prompts}
         self.sweeps: dict[str, Any] = {}
@@ -210,11 +211,15 @@ class _Measurement:
             if not batch:
                 continue
             if self.ready_s is None:
+                self.conversations.decoding("warm-up:")
                 self._warm_up(contexts)
                 before = self._counts()
                 self.ready_s = time.perf_counter() - self.began
             seed, limits = config.seed + asked.number, decoder.limits(contexts)
+            alone = self.generate is None
+            self.conversations.decoding("plain:", ends=alone and drafter is None)
             base = decoder.run(contexts, None, limits, seed, rows=rows) if self.plain else None
+            self.conversations.decoding("with drafts:", ends=alone)
             spec = self._speculative(contexts, limits, seed) if drafter is not None else None
             _add(self.tasks[asked.task], batch, base, spec)
             self._count_cut((spec or base).answers)  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ Headstart's own loop and running servers are asked in the same order, and leave 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from headstart.data.prompts import Prompt
 from headstart.data.records.conversation import unread_note
 from headstart.data.records.messages import Message
 from headstart.heads.counting import counted
+
+#: seconds between two reports of how far a batch is
+WATCH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Conversations:
     """What has been said so far, and which conversations have ended before their last question.
 
     Args:
-        progress: told before each step what is done next. A step is an answer, or one point of a sweep.
+        progress: told before each step what is done next, and how far a batch is (`watch`). A step is an answer, or one
+            point of a sweep.
         more: steps beside the answers.
     Attributes:
         said: id(prompt) → the target's answers so far.
@@ -55,6 +60,7 @@ class Conversations:
         self.cut = 0
         self._progress = progress
         self._done, self._total = 0, sum(prompt.answers for prompt in prompts) + more
+        self._before, self._what, self._how, self._ends, self._watched = 0, "", "", False, 0.0
         self._ended: dict[int, str] = {}
         self._left_out: Counter[str] = Counter()
 
@@ -80,9 +86,25 @@ class Conversations:
 
     def tell(self, what: str, steps: int = 1) -> None:
         """Report progress before the next `steps`."""
+        self._before, self._what, self._watched = self._done, what, time.monotonic()
+        self.decoding("")
         if self._progress is not None:
             self._progress(self._done, self._total, what)
         self._done += steps
+
+    def decoding(self, how: str, ends: bool = False) -> None:
+        """How is decoded from now on. Args: ends: whether a step is done when its answer has ended."""
+        self._how, self._ends = how, ends
+
+    def watch(self, tokens: int, ended: int, answers: int) -> None:
+        """Report how far the batch is that is being decoded: a decode loop's `Watch`. A batch may take minutes."""
+        now = time.monotonic()
+        if self._progress is None or now - self._watched < WATCH_S:
+            return
+        self._watched = now
+        decoded = " ".join(filter(None, (self._how, counted(tokens, "tokens", ","))))
+        said = f"{self._what}  {decoded}  {ended} of {counted(answers, 'answers')} ended"
+        self._progress(self._before + (ended if self._ends else 0), self._total, said)
 
     def finish(self) -> None:
         if self._progress is not None:

@@ -116,7 +116,7 @@ def swept(target: Target, eagle3: Trained, prompts: str) -> Report:
     )  # fmt: skip
     seen: list[tuple[int, int, str]] = []
     report = evaluate(target, eagle3.head, config, progress=lambda *step: seen.append(step))
-    assert [step for step in seen if " " in step[2]] == [
+    assert [step for step in seen if " " in step[2] and "  " not in step[2]] == [
         (3, 7, "batch 1"), (4, 7, "batch 4"), (5, 7, "context 6"), (6, 7, "context 20"),
     ]  # fmt: skip
     assert seen[-1] == (7, 7, "done")

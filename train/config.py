@@ -12,8 +12,8 @@ from headstart.heads.errors import ConfigError, check_settings
 MOST_LR = 1000.0
 #: settings that earlier versions did not have; their defaults compute what those versions did
 ADDED = (
-    "optimizer", "muon_momentum", "muon_rate", "token_weight_decay", "average_decay", "patience", "choose_by", "rounds",
-    "failed_weight", "decay_ratio",
+    "optimizer", "muon_momentum", "muon_rate", "token_rate", "token_weight_decay", "average_decay", "patience",
+    "choose_by", "rounds", "failed_weight", "decay_ratio",
 )  # fmt: skip
 
 
@@ -43,6 +43,9 @@ class TrainConfig:
     muon_momentum: float = 0.95
     #: Learning rate of Muon's matrices, as a multiple of train.lr.
     muon_rate: float = 1.0
+    #: Learning rate of matrices with a row for each token, such as outputs, as a multiple of train.lr. An output that
+    #: starts from the target's rows holds what the target knows of rare tokens: a small rate keeps that, 0 keeps all.
+    token_rate: float = 1.0
     #: Average the weights over the steps (EMA) with this decay rate; null does not. Validation, the best head and the
     #: finished head have the averages. Training itself goes on from the last weights. At step n the rate is at most
     #: n / (n + 10), so that the first weights fade soon.
@@ -152,7 +155,7 @@ class TrainConfig:
         check(positive, "a number above 0", lambda value: value is None or value > 0)
         check(("lr",), f"{MOST_LR:g} at most (1e-4 is usual)", lambda lr: lr <= MOST_LR)
         counts = ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch", "patience")
-        check((*counts, "weight_decay", "seed", "disk_wait"), "0 or more", lambda value: value >= 0)
+        check((*counts, "weight_decay", "token_rate", "seed", "disk_wait"), "0 or more", lambda value: value >= 0)
         check(("token_weight_decay",), "0 or more, or null", lambda decay: decay is None or decay >= 0)
         check(("rounds",), "1 or more", lambda rounds: rounds >= 1)
         check(("muon_rate", "failed_weight"), "a number above 0", lambda rate: rate > 0)

@@ -155,7 +155,8 @@ def build_optimizer(
     def group_of(name: str, parameter: nn.Parameter) -> tuple[bool, tuple[float, ...], float]:
         """What the parameters of a group have in common: whether Muon trains them, rate factors, decay."""
         factor, chosen = (factors or {}).get(name, (1.0,)), name in by_muon
-        return chosen, tuple(config.muon_rate * each for each in factor) if chosen else factor, decay(name, parameter)
+        rate = config.muon_rate if chosen else config.token_rate if name in tokens else 1.0
+        return chosen, tuple(rate * each for each in factor), decay(name, parameter)
 
     keyed = [(group_of(name, p), p) for name, p in sorted(trainable, key=lambda pair: pair[1].ndim < 2)]
 

@@ -111,6 +111,25 @@ def test_the_decay_of_token_matrices_may_differ():
     assert set(decays) == {name for name, p in head.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_token_matrices_have_a_rate_of_their_own(optimizer):
+    head = make_head("eagle3", tiny_target(), make_samples())
+    config = TrainConfig(steps=1, optimizer=optimizer, lr=0.5, token_rate=0.25, muon_rate=3.0)
+    built = build_optimizer(head, config, tokens=token_matrices(head), by_muon=muon_matrices(head))
+    set_rate(built, config.lr)
+    names = {p: name for name, p in head.named_parameters()}
+    rates = {names[p]: group["lr"] for group in built.param_groups for p in group["params"]}
+    assert rates["lm_head.weight"] == 0.125 and rates["norm.weight"] == 0.5
+    assert rates["fc.weight"] == (1.5 if optimizer == "muon" else 0.5)
+
+
+def test_a_rate_of_zero_keeps_the_output(tmp_path):
+    heads = [run_random("eagle3", tmp_path / str(n), steps=n, token_rate=0.0, weight_decay=0.5)[0] for n in (1, 4)]
+    (first, last) = ({name: p.detach().clone() for name, p in head.named_parameters()} for head in heads)
+    assert torch.equal(first["lm_head.weight"], last["lm_head.weight"])
+    assert not torch.equal(first["fc.weight"], last["fc.weight"])
+
+
 def test_a_head_without_inner_matrices_is_refused():
     with pytest.raises(ConfigError, match="train.optimizer: found muon, but this head has no matrix for it"):
         build_optimizer(FakeHead(), TrainConfig(steps=1, optimizer="muon"), by_muon=muon_matrices(FakeHead()))

@@ -96,6 +96,7 @@ def test_half_precision_master_weights_are_refused():
         ({"steps": 1, "average_decay": 1.0}, "train.average_decay: found 1.0"),
         ({"steps": 1, "rounds": 0}, "train.rounds: found 0, expected 1 or more"),
         ({"steps": 1, "token_weight_decay": -0.1}, "train.token_weight_decay: found -0.1"),
+        ({"steps": 1, "token_rate": -0.1}, "train.token_rate: found -0.1, expected 0 or more"),
         ({"steps": 1, "betas": [0.9]}, "train.betas"),
         ({"steps": 1, "betas": [0.9, {"lr": 1}]}, "train.betas"),
         ({"steps": 1, "warmup_ratio": 1.5}, "train.warmup_ratio"),

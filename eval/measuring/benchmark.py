@@ -211,16 +211,18 @@ class _Measurement:
             if not batch:
                 continue
             if self.ready_s is None:
-                self.conversations.decoding("warm-up:")
                 self._warm_up(contexts)
                 before = self._counts()
                 self.ready_s = time.perf_counter() - self.began
             seed, limits = config.seed + asked.number, decoder.limits(contexts)
             alone = self.generate is None
-            self.conversations.decoding("plain:", ends=alone and drafter is None)
-            base = decoder.run(contexts, None, limits, seed, rows=rows) if self.plain else None
-            self.conversations.decoding("with drafts:", ends=alone)
-            spec = self._speculative(contexts, limits, seed) if drafter is not None else None
+            base = spec = None
+            if self.plain:
+                self.conversations.decoding("plain:", ends=alone and drafter is None)
+                base = decoder.run(contexts, None, limits, seed, rows=rows)
+            if drafter is not None:
+                self.conversations.decoding("with drafts:", ends=alone)
+                spec = self._speculative(contexts, limits, seed)
             _add(self.tasks[asked.task], batch, base, spec)
             self._count_cut((spec or base).answers)  # type: ignore[union-attr]
             if spec is not None:
@@ -266,6 +268,7 @@ class _Measurement:
         tokens = self.config.warmup_tokens
         if tokens < 1:
             return
+        self.conversations.decoding("warm-up:")
         if self.plain:
             self.decoder.run(contexts, None, tokens, self.config.seed, rows=self.config.batch_size)
         if self.drafter is not None:

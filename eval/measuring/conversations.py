@@ -86,15 +86,17 @@ class Conversations:
 
     def tell(self, what: str, steps: int = 1) -> None:
         """Report progress before the next `steps`."""
-        self._before, self._what, self._watched = self._done, what, time.monotonic()
-        self.decoding("")
+        self._before, self._what, self._how, self._ends = self._done, what, "", False
+        self._watched = time.monotonic()
         if self._progress is not None:
             self._progress(self._done, self._total, what)
         self._done += steps
 
     def decoding(self, how: str, ends: bool = False) -> None:
-        """How is decoded from now on. Args: ends: whether a step is done when its answer has ended."""
-        self._how, self._ends = how, ends
+        """How the batch is decoded now, prompts first. Args: ends: whether a step is done when its answer has ended."""
+        self._how, self._ends, self._watched = how, ends, time.monotonic()
+        if self._progress is not None:
+            self._progress(self._before, self._total, f"{self._what}  {how} reading prompts")
 
     def watch(self, tokens: int, ended: int, answers: int) -> None:
         """Report how far the batch is that is being decoded: a decode loop's `Watch`. A batch may take minutes."""

@@ -42,8 +42,11 @@ def test_tokens_and_ended_answers_are_told_while_a_batch_is_decoded(
 ) -> None:
     report, seen = seen_of(target, eagle3.head, tmp_path, monkeypatch)
     assert seen[0] == (0, 3, "all") and seen[-1] == (3, 3, "done")
-    told = [(done, *found.groups()) for done, _, what in seen[1:-1] if (found := SAID.fullmatch(what)) is not None]
-    assert len(told) == len(seen) - 2 and {way for _, way, *_ in told} == {"plain", "with drafts", "warm-up"}
+    told = [(done, *found.groups()) for done, _, what in seen if (found := SAID.fullmatch(what)) is not None]
+    begun = [what for *_, what in seen if what.endswith("reading prompts")]
+    assert begun == [f"all  {way}: reading prompts" for way in ("warm-up", "plain", "with drafts")]
+    assert len(told) == len(seen) - len(begun) - 2
+    assert {way for _, way, *_ in told} == {"plain", "with drafts", "warm-up"}
     for way in ("plain", "with drafts"):
         steps = [(done, int(n), int(ended), int(of)) for done, name, n, ended, of in told if name == way]
         tokens, ended = [step[1] for step in steps], [step[2] for step in steps]
@@ -67,7 +70,8 @@ def test_a_batch_is_not_told_of_more_often_than_it_is_worth(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, seen = seen_of(target, None, tmp_path, monkeypatch, watch_s=1e9)
-    assert seen == [(0, 3, "all"), (3, 3, "done")]
+    begun = [(0, 3, f"all  {way}: reading prompts") for way in ("warm-up", "plain")]
+    assert seen == [(0, 3, "all"), *begun, (3, 3, "done")]
 
 
 def test_points_of_a_sweep_tell_it_too(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,20 @@ def test_the_recipe_runs(headstart: Callable, tiny_target: Path, conversations: 
     assert (tmp_path / "runs/mine/head/model.safetensors").is_file()
 
 
+def test_a_paper_s_warm_up_does_not_outlast_a_small_run(
+    headstart: Callable, tiny_target: Path, conversations: Path, tmp_path: Path
+) -> None:
+    """Hydra's authors warm up for 100 steps; 24 conversations make fewer in their 10 epochs."""
+    options = ("--data", conversations, "--gpu", "24GB", "--head", "hydra", "--out", "mine.yaml")
+    made = headstart("init", "--target", tiny_target, *options)
+    assert made.code == 0, made.err
+    assert loaded(tmp_path / "mine.yaml").train.warmup_steps is None
+    plan = ("plan", "mine.yaml", "--gpu-memory", "24", "--json")
+    planned = headstart(*plan)
+    assert planned.code == 0 and 0 < planned.json["steps"] < 100, planned.err
+    assert headstart(*plan, "train.warmup_steps=100").code == 2
+
+
 @pytest.mark.slow
 def test_a_recipe_for_two_cards(headstart: Callable, target_8b: Path, many: Path, tmp_path: Path) -> None:
     made = headstart("init", "--target", target_8b, "--data", many, "--gpu", "2xH100", "--out", "two.yaml", "--json")

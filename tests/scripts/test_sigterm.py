@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -26,9 +25,8 @@ def saved(*_):
 
 def test_a_signal_does_not_wait_for_ever_for_ranks_that_may_be_gone() -> None:
     more = "import headstart.sigterm; headstart.sigterm.HELD_S = 0.5; early.hold(); term(); time.sleep(20); sys.exit(9)"
-    began = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", PROGRAM + more], capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0 and "nothing is lost" in ended.stderr and time.monotonic() - began < 15
+    assert ended.returncode == 0 and "nothing is lost" in ended.stderr  # 9 after 20 s without the limit
 
 
 @pytest.mark.parametrize(

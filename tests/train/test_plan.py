@@ -180,10 +180,10 @@ def test_a_pack_of_any_size_is_planned_without_memory(models):
     turns = torch.tensor([-1] * 32 + [0] * 32)
     counts = FeatureBatch.pack([(torch.zeros(64, dtype=torch.int64), turns)], head.depth).anchors.count_K
     assert expected_rate(target, head, small, 1e14) == pytest.approx(64 * 0.6e14 / step_flops(head, 64, counts))
-    began = time.monotonic()
+    began = time.process_time()
     huge = replace(small, pack_tokens=10**12)
     assert expected_rate(target, head, huge, 1e14) > 0 and memory_of(target, head, huge)[1] > 1e15
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_target_over_the_cards_of_one_process_works_at_the_pace_of_one(models):

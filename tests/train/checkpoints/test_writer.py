@@ -53,27 +53,23 @@ def run(run_dir: Path, source: FakeSource, validate: Validate | None = None, **c
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_turn(tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
-    began: list[float] = []
+    gate, look = Gate(monkeypatch), CheckpointWriter.free
 
     class Opening(FakeSource):
         def get(self, pack):
-            began.append(time.perf_counter())
-            if len(self.asked) == 9:  # seven steps after the checkpoint of step 2 began
-                assert gate.waiting.is_set() and not list((tmp_path / "checkpoints").glob("step-*"))
+            if len(self.asked) == 9:  # seven steps after the checkpoint of step 2 began, which none waited for
+                assert gate.waiting.wait(60) and not list((tmp_path / "checkpoints").glob("step-*"))
                 gate.open.set()
-                while not (tmp_path / "checkpoints" / "latest").is_file():  # written after the checkpoint
-                    time.sleep(0.01)
-                time.sleep(0.1)  # the thread that wrote it ends
             return super().get(pack)
 
+    def free(writer):  # once the gate is open, how fast files are written must not decide
+        return writer.idle(60.0) if gate.open.is_set() else look(writer)
+
+    monkeypatch.setattr(CheckpointWriter, "free", free)
     result = run(tmp_path, Opening(make_documents()), prefetch=0)
-    # from step 4 on a checkpoint is due at every step: none may wait for the one that is being written
-    assert sorted(b - a for a, b in zip(began[3:9], began[4:10], strict=True))[3] < 0.2
     saved = sorted(int(p.name.removeprefix("step-")) for p in (tmp_path / "checkpoints").glob("step-*"))
     # 4, 6 and 8 were due while 2 was being written: one is taken as soon as that is done
-    assert saved[0] == 2 and saved[1] in (10, 11) and saved[-1] == 12
-    assert result.step == 12
+    assert saved == [2, 10, 12] and result.step == 12
 
 
 def test_no_step_waits_for_a_write_under_way(tmp_path, monkeypatch):
@@ -151,7 +147,7 @@ def reusing(copies, group, tensors):
 def test_best_heads_that_come_faster_than_the_disk_hold_no_step_up(tmp_path, monkeypatch):
     """While one is written the next waits, a newer one takes its place, and each that is written is what it was."""
     first, found, write = threading.Event(), [], CheckpointStore.save_best
-    weights, times = {}, {}
+    weights = {}
 
     def slow(store, head, state):
         assert first.wait(60)
@@ -160,8 +156,7 @@ def test_best_heads_that_come_faster_than_the_disk_hold_no_step_up(tmp_path, mon
 
     def validate(head, step, final):
         weights[step] = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-        times[step] = time.perf_counter()
-        if step == 8:
+        if step == 8:  # no step before it waited for the first one
             first.set()
         return {"valid/walked_tau": float(step)}
 
@@ -174,7 +169,7 @@ def test_best_heads_that_come_faster_than_the_disk_hold_no_step_up(tmp_path, mon
     for step, head in found:
         assert head.keys() == weights[step].keys()
         assert all(torch.equal(tensor, weights[step][name]) for name, tensor in head.items())
-    assert times[8] - times[1] < 5 and result.save_blocked_ms < 1000
+    assert result.save_blocked_ms < 30_000  # the first one alone would have blocked for 60 s
     store = CheckpointStore(tmp_path / "checkpoints", 0)
     assert store.best_damage() is None and torch.equal(
         store.load_best()["heads.0.weight"], weights[9]["heads.0.weight"]

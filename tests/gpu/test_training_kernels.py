@@ -331,6 +331,7 @@ def test_row_kernels_match_their_twins():
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),
         ("eagle3", {"loss": "kl", "lk_weight": 0.5, "l1_weight": 0.5, "teacher_temperature": 0.7}),
         ("eagle3", {"start_layers": [-1], "num_key_value_heads": 4}),
+        ("eagle3", {"fc_norm": "stream", "norm_output": True, "row_fraction": 0.8}),
         ("eagle3", {"layers": 2}),
         ("eagle3", {"layers": 2, "qk_norm": True, "row_fraction": 0.7}),
         ("eagle3", {"layers": 3, "fc_norm": "stream", "norm_output": True}),

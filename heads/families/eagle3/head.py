@@ -303,12 +303,12 @@ class Eagle3Head(AutoregressiveHead):
         kept = super().kept_numbers(rows, anchors, recompute) + (rows - anchors) * below
         kept += (self.teacher_rows(anchors) - anchors) * self.lm_head.out_features
         kept += self.copied_features(rows)
+        kept += anchors * (steps - 1) * hidden * self.config.norm_output
         if not self.by_autograd:
             return kept
         attention = self.midlayer.self_attn
         own = len(layers) * attention.kv_heads * attention.head_dim * steps * (steps - 1)
-        normed = (steps - 1) * hidden if self.config.norm_output else 0
-        return kept + anchors * (2 * steps * hidden + own + normed)
+        return kept + anchors * (2 * steps * hidden + own)
 
     def copied_features(self, rows: float) -> float:
         """Numbers of the features' copies that noise and dropout make, for fc's gradient."""
@@ -325,7 +325,7 @@ class Eagle3Head(AutoregressiveHead):
     @property
     def by_autograd(self) -> bool:
         """Whether ttt_autograd.py trains it, rather than ttt.py, whose backward is written out."""
-        return bool(self.layers) or self.config.qk_norm or self.config.norm_output
+        return bool(self.layers) or self.config.qk_norm
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
         """Training-time test: the normed outputs [M, H] of every depth's anchors, laid end to end.
@@ -338,7 +338,8 @@ class Eagle3Head(AutoregressiveHead):
         norm = self.midlayer.hidden_norm
         if self.by_autograd:
             return self.norm(ttt_autograd.rollout(batch, self.draft_layers, norm, self.rope, e_RH, g_RH, self.recycled))
-        return self.norm(ttt.rollout(batch, self.midlayer, norm, self.rope, e_RH, g_RH))
+        out_norm = self.norm if self.config.norm_output else None
+        return self.norm(ttt.rollout(batch, self.midlayer, norm, self.rope, e_RH, g_RH, out_norm))
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors = batch.anchors

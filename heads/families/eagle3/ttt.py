@@ -2,7 +2,8 @@
 
     step 1  every row p of the pack makes keys and values; every anchor runs the whole layer
     step s  every anchor at p reads the embedding of x_{p+s} and its own previous output g; it attends to the step-1
-            keys of rows ≤ p and to its own keys of steps 2 … s
+            keys of rows ≤ p and to its own keys of steps 2 … s. g is the layer's output, or that output normed
+            (EAGLE-3.1, `head.norm_output`).
 
 Why not autograd over K calls of a layer:
 - The attention input is cat(norm(embedding), norm(g)). The embedding an anchor reads at step s is the one row p + s - 1
@@ -49,28 +50,40 @@ class Setup:
     groups: int
     width: int
     eps: float
+    out_eps: float
     act: Callable[[Tensor], Tensor] | None
     recompute: bool
 
 
-def rollout(batch: FeatureBatch, layer: DraftLayer, hidden_norm: RMSNorm, rope: Rope, e_RH: Tensor, g_RH: Tensor):
+def rollout(
+    batch: FeatureBatch,
+    layer: DraftLayer,
+    hidden_norm: RMSNorm,
+    rope: Rope,
+    e_RH: Tensor,
+    g_RH: Tensor,
+    out_norm: RMSNorm | None = None,
+) -> Tensor:
     """All steps' outputs.
 
     Args:
         layer: its attention input is cat(e, hidden_norm(g)), 2H wide; its residual stream starts from g.
         e_RH: normed embeddings that each row reads at step 1 (of its next token), in the compute dtype.
         g_RH: features of each row at step 1, in the compute dtype.
+        out_norm: norm of an output before the next step reads it; None leaves it as it is.
     Returns: [M, H], the outputs of every depth's anchors laid end to end (`anchors.count_K` rows each).
     """
     attention = layer.self_attn
     setup = Setup(
         batch, TrainAttention(batch), rope, attention.heads, attention.kv_heads, attention.head_dim, hidden_norm.eps,
-        layer.mlp.act, layer.recompute,
+        hidden_norm.eps if out_norm is None else out_norm.eps, layer.mlp.act, layer.recompute,
     )  # fmt: skip
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     weights = [linear.weight for linear in (*projections, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)]
     with torch.autocast(g_RH.device.type, enabled=False):
-        return _Rollout.apply(setup, e_RH, g_RH, hidden_norm.weight, layer.post_attention_layernorm.weight, *weights)
+        out_weight = None if out_norm is None else out_norm.weight
+        norms = (hidden_norm.weight, layer.post_attention_layernorm.weight, out_weight)
+        return _Rollout.apply(setup, e_RH, g_RH, *norms, *weights)
 
 
 def _packed(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -85,7 +98,9 @@ def _packed(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 class _Rollout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, setup: Setup, e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down):
+    def forward(
+        ctx, setup: Setup, e_RH, g_RH, hidden_weight, post_weight, out_weight, wq, wk, wv, wo, w_gate, w_up, w_down
+    ):
         dtype, hidden = g_RH.dtype, g_RH.shape[1]
         anchors, rows = setup.batch.anchors, g_RH.shape[0]
         counts, row_A = anchors.count_K, anchors.row_A[: anchors.count_K[0]]
@@ -93,6 +108,7 @@ class _Rollout(torch.autograd.Function):
         w_qkv, w_out = _packed((wq, wk, wv), dtype), wo.to(dtype)
         w_gated, w_back = _packed((w_gate, w_up), dtype), w_down.to(dtype)
         norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)
+        norm_3 = None if out_weight is None else out_weight.to(dtype)
         w_e, w_g = w_qkv[:, :hidden], w_qkv[:, hidden:]
         e_RW = e_RH @ w_e.t()
 
@@ -107,6 +123,8 @@ class _Rollout(torch.autograd.Function):
             make(total, w_gated.shape[0]),
             make(total, w_back.shape[1]),
         )
+        # what later steps read: the outputs themselves (None), or the normed ones
+        r_MH = None if norm_3 is None else make(total - most, hidden)
         later = max(len(counts) - 1, 0)
         own_k, own_v = (g_RH.new_empty(later, most, setup.groups, setup.width) for _ in range(2))
 
@@ -127,6 +145,8 @@ class _Rollout(torch.autograd.Function):
                 q = rotate_heads(q_AW, cos, sin, setup.heads, setup.width).unflatten(1, (setup.heads, setup.width))
             else:
                 g_AH = g_AH[:count]
+                if norm_3 is not None:
+                    g_AH = rms_norm(g_AH, norm_3, setup.out_eps, r_MH[part.start - most : part.stop - most])
                 rms_norm(g_AH, norm_1, setup.eps, n1)
                 qkv_AW = e_RW[_ahead(row_A[:count], step, rows)].addmm_(n1, w_g.t())
                 turned = rotate_heads(qkv_AW, cos, sin, setup.heads + setup.groups, setup.width)
@@ -145,8 +165,9 @@ class _Rollout(torch.autograd.Function):
             n2_MH = act_MI = packed_MI = None
         ctx.setup, ctx.attended = setup, attended
         ctx.save_for_backward(
-            e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
-            n1_RH, n1_MH, x_MH, n2_MH, g_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k, own_v,
+            e_RH, g_RH, hidden_weight, post_weight, out_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out,
+            w_gated, w_back, n1_RH, n1_MH, x_MH, n2_MH, g_MH, r_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k,
+            own_v,
         )  # fmt: skip
         return g_MH
 
@@ -154,8 +175,9 @@ class _Rollout(torch.autograd.Function):
     def backward(ctx, grad_MH):
         setup, attended = ctx.setup, ctx.attended
         (
-            e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
-            n1_RH, n1_MH, x_MH, n2_MH, g_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k, own_v,
+            e_RH, g_RH, hidden_weight, post_weight, out_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out,
+            w_gated, w_back, n1_RH, n1_MH, x_MH, n2_MH, g_MH, r_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k,
+            own_v,
         ) = ctx.saved_tensors  # fmt: skip
         dtype, hidden = g_RH.dtype, g_RH.shape[1]
         anchors, rows = setup.batch.anchors, g_RH.shape[0]
@@ -163,12 +185,14 @@ class _Rollout(torch.autograd.Function):
         queries, heads, groups, width = setup.heads * setup.width, setup.heads, setup.groups, setup.width
         w_g = w_qkv[:, hidden:]
         norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)
+        norm_3 = None if out_weight is None else out_weight.to(dtype)
         dg_MH = grad_MH.clone(memory_format=torch.contiguous_format)
         dx_MH = torch.empty_like(x_MH)
         dqkv_MW = grad_MH.new_empty(sum(counts[1:]), w_qkv.shape[0])
         d_own_k, d_own_v = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (own_k, own_v))
         dk_RgD, dv_RgD = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (k_RgD, v_RgD))
         d_norm_1, d_norm_2 = (torch.zeros_like(hidden_weight, dtype=wide(g_RH[:0]).dtype) for _ in range(2))
+        d_norm_3 = None if norm_3 is None else torch.zeros_like(d_norm_1)
         d_gated = d_down = None
         if setup.recompute:
             d_gated = torch.zeros(w_gated.shape, dtype=w_gate.dtype, device=w_gate.device)
@@ -211,8 +235,15 @@ class _Rollout(torch.autograd.Function):
             rotate_heads(d_own_k[step - 1, :count].flatten(1), cos, -sin, groups, width, dk_part)
             dv_part.copy_(d_own_v[step - 1, :count].flatten(1))
             before = slice(starts[step - 1], starts[step - 1] + count)
-            d_norm_1 += rms_norm_backward(
-                dqkv @ w_g, g_MH[before], norm_1, setup.eps, dg_MH[before], dx, accumulate=True
+            if norm_3 is None:
+                d_norm_1 += rms_norm_backward(
+                    dqkv @ w_g, g_MH[before], norm_1, setup.eps, dg_MH[before], dx, accumulate=True
+                )
+                continue
+            r_AH, dr_AH = r_MH[starts[step] - counts[0] : starts[step + 1] - counts[0]], torch.empty_like(dx)
+            d_norm_1 += rms_norm_backward(dqkv @ w_g, r_AH, norm_1, setup.eps, dr_AH, dx)
+            d_norm_3 += rms_norm_backward(
+                dr_AH, g_MH[before], norm_3, setup.out_eps, dg_MH[before], accumulate=True
             )
 
         cos_R, sin_R = setup.rope(setup.batch.position_R)
@@ -239,6 +270,7 @@ class _Rollout(torch.autograd.Function):
             d_down = weight_grad(dg_MH, act_MI, w_down.dtype)
         return (
             None, de_RH, dg_RH, d_norm_1.to(hidden_weight.dtype), d_norm_2.to(post_weight.dtype),
+            None if d_norm_3 is None else d_norm_3.to(out_weight.dtype),
             *d_qkv.split((wq.shape[0], wk.shape[0], wv.shape[0])), d_out,
             *d_gated.split((w_gate.shape[0], w_up.shape[0])), d_down,
         )  # fmt: skip

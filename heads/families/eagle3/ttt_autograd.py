@@ -5,7 +5,7 @@
     step s  every anchor at p reads the embedding of x_{p+s} and its own previous output g. In each layer, it attends to
             that layer's step-1 keys of rows ≤ p and to its own keys of steps 2 … s.
 
-One layer without q/k norms, whose output is not normed before the next step, runs faster in ttt.py.
+One layer without q/k norms runs faster in ttt.py.
 
 Shape legend: R rows, A anchors, M = Σ_d count_d, H hidden, W = (h + 2 g) · d packed projections.
 """

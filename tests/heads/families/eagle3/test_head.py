@@ -120,7 +120,6 @@ def test_after_verification_accepted_rows_come_from_real_features():
 #: what trains through autograd
 BY_AUTOGRAD = {
     "q/k norms": {"qk_norm": True},
-    "normed output": {"norm_output": True},
     "two layers": {"layers": 2},
     "two layers, q/k norms": {"layers": 2, "qk_norm": True},
     "three layers, EAGLE-3.1": {"layers": 3, "norm_output": True, "fc_norm": "stream"},
@@ -146,7 +145,9 @@ def test_multiply_adds_are_those_that_run(fields: dict[str, Any]):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("fields", BY_AUTOGRAD.values(), ids=BY_AUTOGRAD)
+@pytest.mark.parametrize(
+    "fields", [*BY_AUTOGRAD.values(), {"norm_output": True}], ids=[*BY_AUTOGRAD, "normed output"]
+)
 def test_kept_numbers_are_those_that_autograd_keeps(fields: dict[str, Any], recompute: bool):
     """All but logits, which only the forward pass holds. The estimate is within a fifth."""
     head, batch = costly(fields)
@@ -158,7 +159,13 @@ def test_kept_numbers_are_those_that_autograd_keeps(fields: dict[str, Any], reco
     assert found == pytest.approx(expected, rel=0.2)
 
 
-@pytest.mark.parametrize("variant", ["draft vocabulary", "wide heads, llama3 rope", "partial rope, gelu", "own width"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "draft vocabulary", "wide heads, llama3 rope", "partial rope, gelu", "own width",
+        "norms of the streams, normed output",
+    ],  # fmt: skip
+)
 def test_the_written_out_backward_is_autograds(variant: str, monkeypatch: pytest.MonkeyPatch):
     """One plain layer, for which there are both: equal losses and gradients on padded packs of several documents."""
     found = []

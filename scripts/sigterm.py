@@ -1,6 +1,10 @@
 """Signals end a process in order: SIGTERM while it starts (StartupStop) and while a command works (terminable), Ctrl-C
 while a command works (interruptible).
 
+A handler's exception may never reach the command. Python drops it inside a callback of the garbage collector, and a
+library in C++ that is being imported turns it into an ImportError. Training that is at its end only notes the signal.
+So `terminable` remembers that the command shall end, and `stop_if_asked` ends it before its next step.
+
 Starting takes seconds to minutes, because torch is imported and the ranks meet. This module imports nothing that takes
 time.
 """
@@ -12,14 +16,17 @@ import signal
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from headstart.heads.errors import Terminated
 
 #: most seconds that a signal waits for `over`; launchers kill after 30
 HELD_S = 15.0
+#: seconds until a signal is sent again whose exception Python dropped
+AGAIN_S = 0.2
 
 
 class StartupStop:
@@ -77,27 +84,85 @@ class StartupStop:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class _Command:
+    """The command inside `terminable`.
+
+    Attributes: end: what it shall end with, None while no signal came. working: whether it is still inside.
+    """
+
+    def __init__(self) -> None:
+        self.end: type[KeyboardInterrupt] | None = None
+        self.working = True
+        self._lock = threading.Lock()
+
+    def over(self) -> None:
+        with self._lock:
+            self.working = False
+
+    def again(self) -> None:
+        """In a thread: send the signal again."""
+        time.sleep(AGAIN_S)
+        with self._lock:
+            if self.working:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+_command: _Command | None = None
+
+
+def stop_soon(number: int) -> None:
+    """Have the command end before its next step, as the signal `number` (SIGTERM, SIGINT) asks. Outside of `terminable`
+    nothing happens.
+    """
+    if _command is not None:
+        _command.end = KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def stop_if_asked(error: Exception | None = None) -> None:
+    """Raise Terminated or KeyboardInterrupt if a signal has asked the command to end. Args: error: the cause."""
+    if _command is not None and _command.end is not None:
+        raise _command.end from error
+
+
 @contextmanager
 def terminable(after: signal.Handlers | None = None) -> Iterator[None]:
     """Inside, SIGTERM raises Terminated. (The training loop sets its own handler, which finishes the step first.)
 
-    Python sets handlers in the main thread only; in another thread this does nothing.
+    The signal comes again where Python drops that exception. An error after the signal becomes Terminated: a library
+    made it of that exception, or work was broken off. Python sets handlers in the main thread only; in another thread
+    this does nothing.
 
     Args:
         after: the handler of SIGTERM afterwards; None restores the one before.
     """
+    global _command
+    command, outer, hook = _Command(), _command, sys.unraisablehook
 
-    def end(_number: int, _frame: FrameType | None) -> None:
+    def end(number: int, _frame: FrameType | None) -> None:
+        stop_soon(number)
         raise Terminated
+
+    def dropped(told: sys.UnraisableHookArgs) -> None:
+        if not isinstance(told.exc_value, Terminated):
+            hook(told)
+            return
+        with suppress(RuntimeError):  # no thread starts any more: the process is ending
+            start_new_thread(command.again, ())  # not a Thread: its start may be what the signal interrupted
 
     try:
         before = signal.signal(signal.SIGTERM, end)
     except ValueError:
         yield
         return
+    _command, sys.unraisablehook = command, dropped
     try:
         yield
+    except Exception as error:
+        stop_if_asked(error)
+        raise
     finally:
+        command.over()
+        _command, sys.unraisablehook = outer, hook
         signal.signal(signal.SIGTERM, before if after is None else after)
 
 

@@ -61,12 +61,14 @@ class Observers:
         watch: watches the other ranks. It lets this rank finish writing a checkpoint before it ends it.
         progress: whether rank 0 shows how far the run is.
         screen: where it shows that, if other steps of the command share it.
+        late: called once training is over with the number of a signal that came after the last step. It ended nothing.
     """
 
     validate: Validate | None = None
     watch: Watch | None = None
     progress: bool = True
     screen: Screen | None = None
+    late: Callable[[int], None] = lambda number: None
 
     def screen_of(self, rank: int) -> Screen:
         """Where this rank shows how far the run is."""
@@ -198,6 +200,8 @@ class TrainingLoop:
         if self.config.select == "best" and state.best is not None and reason != "signal":
             saving.load_best(state.best)
         self.parallel.finish()
+        if reason != "signal" and standing.signal.received is not None:
+            self.observers.late(standing.signal.received)
         return TrainResult(
             state.step, state.tokens, state.supervised, state.elapsed, reason, str(checkpoint or ""), state.metrics,
             state.best, resumed_from, standing.signal.received == signal.SIGINT, saving.blocked * 1e3,

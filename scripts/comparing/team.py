@@ -14,9 +14,11 @@ from typing import Any
 
 from headstart.comparing.cells import Work
 from headstart.comparing.work import COST, LOST_CODE, Failures
+from headstart.comparing.worker import AGAIN_S
 from headstart.console import Console
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.files import read_json
+from headstart.sigterm import stop_if_asked
 
 #: seconds between two looks at the processes, and for which they may save when they are told to stop
 LOOK_S, STOP_S = 0.3, 120.0
@@ -85,6 +87,7 @@ class Team:
                 self._tell(place, word)
         with self.console.progress(word, "cells", notes=True) as advance:
             while not all(place.over for place in places):
+                stop_if_asked()
                 for place in places:
                     if not place.over:
                         self._look(place, word)
@@ -143,17 +146,20 @@ class Team:
                     place.process.wait(STOP_S)
 
     def _stop(self) -> None:
-        """End what still works. Every process saves what it has."""
-        alive = [p.process for p in self.places if p.process is not None and p.process.poll() is None]
-        for process in alive:
-            process.send_signal(signal.SIGTERM)
+        """End what still works. Every process saves what it has. The signal comes again, because a library that a
+        process is inside may swallow it; training that saves takes it any number of times.
+        """
+        alive = [p.process for p in self.places if p.process is not None]
         until = time.monotonic() + STOP_S
+        while (alive := [process for process in alive if process.poll() is None]) and time.monotonic() < until:
+            for process in alive:
+                process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                for process in alive:
+                    process.wait(AGAIN_S)
         for process in alive:
-            try:
-                process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
     def _counted(self, word: str) -> tuple[int, int, str]:
         """(Cells that are trained or measured, all cells, what failed and what every process is at)."""

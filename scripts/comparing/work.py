@@ -39,6 +39,7 @@ from headstart.pipeline.train import is_trained, train
 from headstart.recipes.load import load_evaluation, to_dict
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import bound_head, recipe_of_head, target_of_head
+from headstart.sigterm import stop_if_asked
 from headstart.targets import loaded_target
 
 #: file of a cell with what its training cost
@@ -129,6 +130,7 @@ class Worker:
         place = self.work.folder / "cells" / cell.name
         if self.failures.has(cell) or self._finished(cell, step):
             return
+        stop_if_asked()
         try:
             with claimed(place) as free:
                 if not free or self._finished(cell, step):
@@ -139,6 +141,7 @@ class Worker:
                 run.tidy()
                 work(run)
         except Exception as error:  # noqa: BLE001 - one cell must not stop the others
+            stop_if_asked(error)  # then it may be the signal's doing
             self._note_failure(cell, step, error)
         finally:
             self.begun(None)

@@ -13,7 +13,15 @@ import queue
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
+
+from headstart.process_exit import ProcessExit
+
+#: exit code after a signal
+STOPPED = 130
+#: seconds until a process that does not end is sent the signal again
+AGAIN_S = 5.0
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +31,7 @@ def main(arguments: list[str]) -> int:
     from headstart.heads.errors import HeadstartError
     from headstart.heads.files import write_json
     from headstart.heads.quiet import without_bars
-    from headstart.sigterm import interruptible, terminable
+    from headstart.sigterm import interruptible, stop_if_asked, terminable
 
     place, number = Path(arguments[0]), int(arguments[1])
     console = Console()
@@ -42,6 +50,7 @@ def main(arguments: list[str]) -> int:
             phases = {"train": worker.train_all, "measure": worker.measure_all, "time": worker.time_all}
             word = "train"
             while word in phases:
+                stop_if_asked()
                 told["phase"] = word
                 phases[word]()
                 worker.drop_target()
@@ -50,7 +59,7 @@ def main(arguments: list[str]) -> int:
                 word = words.get()
     except KeyboardInterrupt:
         console.say("stopped; what was finished is kept, the same command continues")
-        return 130
+        return STOPPED
     except CardLost as error:
         console.say(str(error))
         return LOST_CODE
@@ -66,8 +75,12 @@ def _listen(words: queue.Queue[str]) -> None:
         words.put(line.strip())
         if line.strip() == "leave":
             return
-    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # a library may swallow the first
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(AGAIN_S)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ending = ProcessExit()
+    code = main(sys.argv[1:])
+    ending.leave(code, at_once=code == STOPPED)

@@ -22,6 +22,7 @@ from typing import Any
 
 from headstart.heads.errors import DataError, StorageError
 from headstart.heads.files import delete, explain_disk, read_json, set_aside, write_json
+from headstart.sigterm import stop_if_asked
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -130,6 +131,7 @@ class Markers:
         if not again and self.is_done(step, inputs, outputs):
             self.say(f"{step}: finished before ({marker.get('seconds', 0):.0f} s), skipped")
             return marker["result"]
+        stop_if_asked()
         if self._check is not None:
             check, self._check = self._check, None
             with self._during("checking the recipe and the data"):

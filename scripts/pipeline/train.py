@@ -35,6 +35,7 @@ from headstart.pipeline.run import Run
 from headstart.pipeline.steps import require_steps
 from headstart.refusals import require_decoding
 from headstart.saved_heads import continued_head
+from headstart.sigterm import stop_soon
 from headstart.train import loop
 from headstart.train.checkpoints.resume import TRAINED
 from headstart.train.coverage import Coverage, measure_coverage
@@ -119,7 +120,7 @@ def _train(
         target.teacher,
         recipe.train,
         run.dir,
-        loop.Observers(validator, watch, not run.console.silent, run.console.screen),
+        loop.Observers(validator, watch, not run.console.silent, run.console.screen, stop_soon),
         provenance=origin,
         accelerator=accelerator,
         chain=measured_chain(run, head),

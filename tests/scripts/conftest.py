@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -96,6 +97,32 @@ data:
 train: {{epochs: 2, lr: 1e-3, save_every: 2, tau_prompts: 2, tau_tokens: 8, log_every: 1}}
 eval: {{limit: 2, max_new_tokens: 8, warmup_tokens: 0, tree: {{depth: 2}}}}
 """)
+    return path
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, recipe: Path) -> Path:
+    """Two cells × two seeds of the tiny recipe, three steps each."""
+    path = tmp_path / "sides.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "base": recipe.name,
+                "folder": str(tmp_path / "sides"),
+                "settings": {
+                    "train.save_every": 1, "train.log_every": 1, "train.tau_prompts": 0, "data.distill.prompts": [],
+                },  # fmt: skip
+                "budget": {"steps": 3},
+                "seeds": [0, 1],
+                "cells": [{"name": "plain", "baseline": True}, {"name": "rate", "grid": {"train.lr": [0.01]}}],
+                "measure": {
+                    "eval": {"max_new_tokens": 8, "batch_size": 2, "warmup_tokens": 0},
+                    "sets": {"held_out": {"limit": 2}},
+                    "speed": {"batch_sizes": [1, 2], "prompts": 1, "eval": {"sweep_prompts": 1}},
+                },
+            }
+        )
+    )
     return path
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from headstart.comparing.cells import Work, cell_name, make_cells
 from headstart.comparing.config import load_comparison, shipped_comparisons
@@ -20,34 +19,6 @@ from headstart.data import memory
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run
-
-SMALL = {
-    "train.save_every": 1, "train.log_every": 1, "train.tau_prompts": 0, "data.distill.prompts": [],
-}  # fmt: skip
-
-
-@pytest.fixture
-def comparison(tmp_path: Path, recipe: Path) -> Path:
-    """Two cells × two seeds of the tiny recipe, three steps each."""
-    path = tmp_path / "sides.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "base": recipe.name,
-                "folder": str(tmp_path / "sides"),
-                "settings": SMALL,
-                "budget": {"steps": 3},
-                "seeds": [0, 1],
-                "cells": [{"name": "plain", "baseline": True}, {"name": "rate", "grid": {"train.lr": [0.01]}}],
-                "measure": {
-                    "eval": {"max_new_tokens": 8, "batch_size": 2, "warmup_tokens": 0},
-                    "sets": {"held_out": {"limit": 2}},
-                    "speed": {"batch_sizes": [1, 2], "prompts": 1, "eval": {"sweep_prompts": 1}},
-                },
-            }
-        )
-    )
-    return path
 
 
 def rows_of(folder: Path) -> list[dict]:

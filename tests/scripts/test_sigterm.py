@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import subprocess
 import sys
+import time
+import weakref
+from pathlib import Path
 
 import pytest
+
+from headstart.heads.errors import Terminated
+from headstart.pipeline.markers import Markers
+from headstart.sigterm import stop_if_asked, stop_soon, terminable
 
 PROGRAM = """
 import os, signal, sys, time
@@ -45,3 +54,43 @@ def test_sigterm_means_what_the_process_is_at(more: str, code: int, said: str) -
     ended = subprocess.run([sys.executable, "-c", PROGRAM + more], capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout.strip()) == (code, said), ended.stderr
     assert ("stopped by SIGTERM before the work began" in ended.stderr) == more.startswith("term")
+
+
+def test_a_signal_that_python_drops_comes_again() -> None:
+    class Node:
+        pass
+
+    node = Node()
+    node.itself = node  # the garbage collector frees it  # type: ignore[attr-defined]
+    kept = weakref.ref(node, lambda _: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)])
+    hook = sys.unraisablehook
+    with pytest.raises(Terminated), terminable():
+        del node
+        gc.collect()
+        assert kept() is None
+        for _ in range(40):
+            time.sleep(0.1)
+    assert sys.unraisablehook is hook
+
+
+def test_an_error_after_the_signal_is_its_doing() -> None:
+    with pytest.raises(Terminated) as stop, terminable():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+    assert isinstance(stop.value.__cause__, ImportError)
+    with pytest.raises(ImportError), terminable():
+        stop_if_asked()  # nothing of the command before
+        raise ImportError
+    stop_soon(signal.SIGTERM)  # outside of a command
+    stop_if_asked()
+
+
+def test_a_late_signal_ends_the_command_before_its_next_step(tmp_path: Path) -> None:
+    for number, kind in ((signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)):
+        with pytest.raises(KeyboardInterrupt) as stop, terminable():
+            stop_soon(number)
+            Markers(tmp_path, print).do("step", {}, [], lambda begin: begin() or {})
+        assert type(stop.value) is kind and list(tmp_path.iterdir()) == []

@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from headstart import initial
 from headstart.hardware import CARDS, hardware_of
 from headstart.heads.errors import ConfigError
+from headstart.heads.targets.load import weightless_target
+from headstart.heads.targets.target import TargetConfig
 from headstart.recipes.documented import meaning_of
 from headstart.recipes.load import load_recipe, shipped_recipes
 from headstart.recipes.schema import Recipe
@@ -90,6 +93,14 @@ def test_a_layer_that_cannot_be_copied_is_not_started_from(
     assert made.code == 0, made.err
     recipe = loaded(tmp_path / "mine.yaml")
     assert recipe.head.type == "eagle3" and recipe.head.start_layers is None
+
+
+def test_a_head_whose_features_are_normed_starts_at_random(tiny_target: Path, conversations: Path) -> None:
+    data = [{"path": str(conversations)}]
+    of_target = {"target.name": str(tiny_target), "data.sources": data, "head.draft_vocab_size": 0}
+    target = weightless_target(TargetConfig(name=str(tiny_target), device="cpu"))
+    assert initial._started(of_target, "_eagle3", target) == {"head.start_layers": [-1]}
+    assert initial._started({**of_target, "head.fc_norm": "stream"}, "_eagle3", target) == {}
 
 
 def test_the_recipe_runs(headstart: Callable, tiny_target: Path, conversations: Path, tmp_path: Path) -> None:

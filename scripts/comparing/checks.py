@@ -198,10 +198,10 @@ class Checks:
         largest = sum(sorted((plan.peak for plan in self.plans), reverse=True)[:side])
         check = all(self.work.recipe(cell).train.check_memory for cell in self.work.cells[:1])
         if check and self.device_bytes and largest > self.device_bytes:
-            beside = f"--side-by-side {side}: the {side} largest cells" if side > 1 else "the largest cell"
+            beside = f"--side-by-side {side}: the {side} largest cells need" if side > 1 else "the largest cell needs"
             remedy = "train fewer side by side" if side > 1 else "lower data.pack_tokens, or set data.features=online"
             raise ConfigError(
-                f"{beside} need {largest / GIB:.1f} GiB by the plan, and the device has "
+                f"{beside} {largest / GIB:.1f} GiB by the plan, and the device has "
                 f"{self.device_bytes / GIB:.1f} GiB: {remedy} (train.check_memory=false tries it all the same)"
             )
 
@@ -237,11 +237,12 @@ class Checks:
             )
             for cell, plan in zip(self.work.cells, self.plans, strict=True)
         ]  # fmt: skip
-        budget = f"{self.work.budget['value']:,g} {self.work.budget['kind']}"
+        budget = counted(self.work.budget["value"], self.work.budget["kind"], ",g")
+        budget += " each" if len(self.work.cells) > 1 else ""
         total = self.seconds
         time = "unknown" if total is None else f"{total / processes / 60:,.0f} minutes"
         lines = [
-            f"{counted(len(self.work.cells), 'cells')} of {budget} each, {processes} at a time; folder "
+            f"{counted(len(self.work.cells), 'cells')} of {budget}, {processes} at a time; folder "
             f"{self.work.folder}",
             f"training: {time} in all"
             + (f", estimated from {self._flops / 1e12:.2f} TFLOP/s ({self.flops_from})" if self._flops else "")

@@ -16,6 +16,7 @@ from headstart.eval.measuring.fitted import Fitted
 from headstart.eval.measuring.page.figures import FOREGROUND, drawing, legend, new_axes, style, svg_of
 from headstart.eval.measuring.page.page import environment
 from headstart.eval.measuring.rendering import number
+from headstart.heads.counting import counted
 from headstart.heads.escape import line
 from headstart.heads.files import write_text
 from headstart.heads.formats.plots import drawn
@@ -90,11 +91,12 @@ def seeds_table(values: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
 
 def sentences(values: dict[str, Any]) -> list[str]:
     """What to know beside the table."""
-    budget = values["budget"]
-    said = [f"every cell: {budget['value']:,g} {budget['kind']}; τ: tokens committed per forward of the target"]
+    budget = counted(values["budget"]["value"], values["budget"]["kind"], ",g")
+    said = [f"every cell: {budget}; τ: tokens committed per forward of the target"]
     said += [f"{row['cell']}: {what}" for row in values["failed"] for what in [f"failed ({row['error']})"]]
     if values["unfinished"]:
-        said.append(f"not finished: {', '.join(values['unfinished'])}; the same command goes on with them")
+        them = "it" if len(values["unfinished"]) == 1 else "them"
+        said.append(f"not finished: {', '.join(values['unfinished'])}; the same command goes on with {them}")
     return [*said, *values["notes"]]
 
 

@@ -10,6 +10,7 @@ from headstart.comparing.cells import Cell, Work
 from headstart.comparing.config import INTERVAL, SPEED
 from headstart.comparing.work import COST, Failures, reports_of
 from headstart.eval.measuring.report import Report
+from headstart.heads.counting import noun_of
 from headstart.heads.files import read_json, write_json
 from headstart.heads.published import published
 from headstart.heads.published_names import name_of_data
@@ -149,7 +150,8 @@ def notes_of(work: Work, rows: Sequence[dict[str, Any]]) -> list[str]:
     if work.budget["kind"] == "seconds" and 0 < len(within) < len(rows):
         notes.append(
             f"the seconds are not equal: the target's features of {', '.join(within)} were made within them "
-            "(data.features=online), those of the other cells before: set data.features alike"
+            f"(data.features=online), those of the other {noun_of(len(rows) - len(within), 'cells')} before: set "
+            "data.features alike"
         )
     if work.budget["kind"] == "positions":
         notes.append("positions are supervised positions that training passed over, whatever share a head draws")

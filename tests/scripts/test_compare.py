@@ -13,6 +13,7 @@ import pytest
 from headstart.comparing.cells import Work, cell_name, make_cells
 from headstart.comparing.config import load_comparison, shipped_comparisons
 from headstart.comparing.data import positions_of_steps, steps_for_positions
+from headstart.comparing.page import sentences
 from headstart.comparing.rows import add_gains, mark_front, notes_of, taus
 from headstart.comparing.work import eval_settings
 from headstart.data import memory
@@ -239,6 +240,24 @@ def test_a_plan_says_what_the_cells_take(headstart: Callable, comparison: Path, 
     assert "the seconds of a cell are those of a shared device" in timed.out
 
 
+def test_messages_of_one_cell_say_one(
+    headstart: Callable, comparison: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.comparing.checks.local_device_bytes", lambda device: 1000)
+    one = headstart("compare", comparison, "--dry-run")
+    assert one.code == 2 and "error: the largest cell needs 0." in one.err
+    two = headstart("compare", comparison, "--dry-run", "--side-by-side", "2")
+    assert two.code == 2 and "error: --side-by-side 2: the 2 largest cells need 0." in two.err
+    settings = ("cells=[{name: plain}]", "seeds=[0]", "budget.steps=1", "train.check_memory=false")
+    assert "1 cell of 1 step, 1 at a time" in headstart("compare", comparison, "--dry-run", *settings).out
+
+    values = {"budget": {"kind": "steps", "value": 1}, "failed": [], "notes": [], "unfinished": ["a"]}
+    assert sentences(values)[0].startswith("every cell: 1 step; ")
+    assert sentences(values)[1].endswith("goes on with it")
+    several = sentences({**values, "unfinished": ["a", "b"]})[1]
+    assert several == "not finished: a, b; the same command goes on with them"
+
+
 def test_shipped_comparisons_load() -> None:
     assert "smollm2" in shipped_comparisons()
     for name in shipped_comparisons():
@@ -378,6 +397,7 @@ def test_seconds_of_cells_whose_features_differ_are_not_equal() -> None:
     rows = [{"cell": "a", "features": "memory"}, {"cell": "b", "features": "online"}, {"cell": "c", "features": None}]
     seconds = SimpleNamespace(notes=["x"], budget={"kind": "seconds", "value": 5})
     steps = SimpleNamespace(notes=[], budget={"kind": "steps", "value": 5})
+    assert "those of the other cell before: set" in notes_of(seconds, rows[:2])[1]  # type: ignore[arg-type]
     kept, said = notes_of(seconds, rows)  # type: ignore[arg-type]
     assert kept == "x" and said.startswith("the seconds are not equal: the target's features of b were made within")
     assert notes_of(seconds, rows[1:2]) == ["x"] and notes_of(steps, rows) == []  # type: ignore[arg-type]

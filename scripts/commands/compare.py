@@ -93,7 +93,7 @@ def _compare(work: Work, cards: list[str | None], console: Console) -> bool:
     with_unknown_steps(work, console)
     forget_changed(work)
     work.save()
-    lost: CardLost | None = None
+    ended: CardLost | KeyboardInterrupt | None = None
     try:
         if cards:
             Team(work, console, cards, work.side_by_side).run()
@@ -103,14 +103,15 @@ def _compare(work: Work, cards: list[str | None], console: Console) -> bool:
             worker.drop_target()
             worker.measure_all()
             worker.time_all()
-    except CardLost as error:
-        lost = error
+    except (CardLost, KeyboardInterrupt) as error:
+        ended = error
     finally:
         values = collect(work)
         save(work, values)
         page = write_page(values, work.folder)
-    console.result(values, lambda: render(values))
+    if not (console.as_json and isinstance(ended, KeyboardInterrupt)):  # JSON is the result of a command that ended
+        console.result(values, lambda: render(values))
     console.say(f"page: {page} (and compare.json)")
-    if lost is not None:
-        raise lost
+    if ended is not None:
+        raise ended
     return bool(values["failed"] or values["unfinished"])

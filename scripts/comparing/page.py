@@ -23,6 +23,9 @@ from headstart.heads.formats.plots import drawn
 
 PAGE = "compare.html"
 GIB = 2**30
+#: heading of walked τ, and what it is
+WALKED = "walked τ"
+DIAGNOSIS = f"{WALKED}: training's look at held-out text, a diagnosis of the training; nothing was decoded"
 #: rows from which on the plot names only those of the front
 NAMED = 24
 
@@ -35,22 +38,30 @@ def value_text(value: Any) -> str:
     return text if len(text) <= 48 else text[:47] + "…"
 
 
-def table_of(values: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and cells of the table of all rows."""
+def lacks_tau(values: dict[str, Any]) -> bool:
+    """Whether a cell that is trained has no τ yet. The terminal shows walked τ then, the page always."""
+    return any(all(row.get(f"tau_{name}") is None for name in values["sets"]) for row in values["rows"])
+
+
+def table_of(values: dict[str, Any], walked: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells of the table of all rows. Args: walked: whether walked τ is among them."""
     rows, sets = values["rows"], values["sets"]
     sizes = sorted({int(key.split("_")[2]) for row in rows for key in row if key.startswith("speedup_batch_")
                     and key.count("_") == 2})  # fmt: skip
     gains = any(f"gain_{name}" in row for row in rows for name in sets)
-    columns = ["cell", "value", "seed"]
+    columns = ["cell", "value", "seed", *([WALKED] if walked else [])]
     for name in sets:
         columns += [f"τ {name}", "95 %", *(["gain"] if gains else [])]
     columns += [f"speed-up, batch {size}" for size in sizes]
     columns += ["draft ms", "front", "s", "steps", "positions", "GiB", "M parameters"]
-    return tuple(columns), [_cells(row, sets, sizes, gains) for row in rows]
+    return tuple(columns), [_cells(row, sets, sizes, gains, walked) for row in rows]
 
 
-def _cells(row: dict[str, Any], sets: Sequence[str], sizes: Sequence[int], gains: bool) -> tuple[str, ...]:
+def _cells(
+    row: dict[str, Any], sets: Sequence[str], sizes: Sequence[int], gains: bool, walked: bool
+) -> tuple[str, ...]:
     cells = [row["cell"], value_text(row["value"]), str(row["seed"])]
+    cells += [number(row["walked_tau"], 3)] if walked else []
     for name in sets:
         interval = row.get(f"tau_{name}_ci95")
         cells += [number(row.get(f"tau_{name}"), 3)]
@@ -71,15 +82,17 @@ def _signed(value: float | None) -> str:
     return "–" if value is None else f"{value:+.3f}"
 
 
-def seeds_table(values: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]] | None:
-    """Means over seeds; None where every cell has one seed."""
+def seeds_table(values: dict[str, Any], walked: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]] | None:
+    """Means over seeds; None where every cell has one seed. Args: walked: as `table_of`."""
     means, sets = by_lever(values["rows"], values["sets"]), values["sets"]
     if all(len(mean["seeds"]) < 2 for mean in means):
         return None
-    columns = ("cells", "seeds", *(text for name in sets for text in (f"mean τ {name}", "apart", "mean gain")))
+    columns = ("cells", "seeds", *([f"mean {WALKED}", "apart"] if walked else []))
+    columns += tuple(text for name in sets for text in (f"mean τ {name}", "apart", "mean gain"))
     return columns, [
         (
             mean["cells"], ", ".join(map(str, mean["seeds"])),
+            *([number(mean.get("walked_tau"), 3), number(mean.get("walked_tau_spread"), 3)] if walked else []),
             *(text for name in sets for text in (
                 number(mean.get(f"tau_{name}"), 3), number(mean.get(f"tau_{name}_spread"), 3),
                 _signed(mean.get(f"gain_{name}")),
@@ -89,10 +102,11 @@ def seeds_table(values: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
     ]  # fmt: skip
 
 
-def sentences(values: dict[str, Any]) -> list[str]:
-    """What to know beside the table."""
+def sentences(values: dict[str, Any], walked: bool) -> list[str]:
+    """What to know beside the table. Args: walked: as `table_of`."""
     budget = counted(values["budget"]["value"], values["budget"]["kind"], ",g")
     said = [f"every cell: {budget}; τ: tokens committed per forward of the target"]
+    said += [DIAGNOSIS] if walked else []
     said += [f"{row['cell']}: {what}" for row in values["failed"] for what in [f"failed ({row['error']})"]]
     if values["unfinished"]:
         them = "it" if len(values["unfinished"]) == 1 else "them"
@@ -102,11 +116,12 @@ def sentences(values: dict[str, Any]) -> list[str]:
 
 def render(values: dict[str, Any]) -> Group:
     """For the terminal."""
-    columns, rows = table_of(values)
+    walked = lacks_tau(values)
+    columns, rows = table_of(values, walked)
     parts: list[Any] = [Fitted("", columns, rows)] if rows else []
-    if (seeds := seeds_table(values)) is not None:
+    if (seeds := seeds_table(values, walked)) is not None:
         parts.append(Fitted("over seeds", *seeds))
-    return Group(*parts, *(Text(line(sentence)) for sentence in sentences(values)))
+    return Group(*parts, *(Text(line(sentence)) for sentence in sentences(values, walked)))
 
 
 def draw(values: dict[str, Any]) -> list[str]:
@@ -150,9 +165,9 @@ def _panel(axes: Any, rows: list[dict[str, Any]], name: str, families: Sequence[
 def write_page(values: dict[str, Any], folder: Path) -> Path:
     """Write compare.html; returns its path. All text is escaped; the page loads nothing."""
     template = resources.files("headstart.comparing").joinpath("page.html").read_text(encoding="utf-8")
-    columns, rows = table_of(values)
+    columns, rows = table_of(values, True)
     text = environment().from_string(template).render(
-        values=values, columns=columns, rows=rows, seeds=seeds_table(values), sentences=sentences(values),
+        values=values, columns=columns, rows=rows, seeds=seeds_table(values, True), sentences=sentences(values, True),
         plots=draw(values),
     )  # fmt: skip
     write_text(folder / PAGE, text)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from headstart.comparing.cells import Cell, Work
 from headstart.comparing.config import INTERVAL, SPEED
 from headstart.comparing.work import COST, Failures, reports_of
+from headstart.console import Console
 from headstart.eval.measuring.report import Report
 from headstart.heads.counting import noun_of
 from headstart.heads.files import read_json, write_json
 from headstart.heads.published import published
 from headstart.heads.published_names import name_of_data
+from headstart.pipeline.run import Run
 
 SCHEMA = 1
+#: keys of a row, and where a report has them
+OF_REPORT = {
+    "dtype": "dtype", "batch": "batch_size", "temperature": "temperature", "max_new_tokens": "max_new_tokens",
+    "card": "device", "git_revision": "git_revision", "versions": "versions",
+}  # fmt: skip
 
 
 def collect(work: Work) -> dict[str, Any]:
     """Everything that is finished, as JSON values.
 
     Returns: schema, name, budget, command, sets (keys of τ without `tau_`), rows, failed, unfinished, notes. A row has
-        `tau_SET`, `tau_SET_ci95` and, where there is a baseline, `gain_SET` over the baseline's of the same seed.
+        `walked_tau` and, once it is measured, `tau_SET`, `tau_SET_ci95` and, where there is a baseline, `gain_SET` over
+        the baseline's of the same seed.
     """
     failures = Failures(work.folder)
     rows, failed, unfinished = [], [], []
@@ -52,33 +62,54 @@ def _is_tau(key: str) -> bool:
 
 
 def row_of(work: Work, cell: Cell, found: dict[str, Report]) -> dict[str, Any] | None:
-    """The row of a cell; None where it is not trained, or has no τ yet. Args: found: its reports (reports_of)."""
-    reports = {name: report for name, report in found.items() if name != SPEED}
-    speed = found.get(SPEED)
-    if not reports:
+    """The row of a cell; None where it is not trained. What its reports tell is null before there is one.
+
+    Args: found: its reports (reports_of).
+    """
+    run = Run(work.recipe(cell), Console(silent=True))
+    if not (run.dir / COST).is_file() or not run.head_dir.is_dir():
         return None
-    spent, first = read_json(work.folder / "cells" / cell.name / COST), next(iter(reports.values()))
-    head: dict[str, Any] = first.head or {}
+    reports = {name: report for name, report in found.items() if name != SPEED}
+    speed, first = found.get(SPEED), next(iter(reports.values()), None)
+    spent = read_json(run.dir / COST)
+    head: dict[str, Any] = (first.head if first is not None else None) or {}
     row: dict[str, Any] = {
-        "cell": cell.name, "recipe": cell.recipe, "head": head.get("type"), "lever": cell.lever, "value": cell.value,
-        "seed": cell.seed, "baseline": cell.baseline, **taus(work, reports),
+        "cell": cell.name, "recipe": cell.recipe, "head": head.get("type", run.recipe.head.type), "lever": cell.lever,
+        "value": cell.value, "seed": cell.seed, "baseline": cell.baseline, "walked_tau": walked_tau(run),
+        **taus(work, reports),
     }  # fmt: skip
     row |= speeds(speed) if speed is not None else {}
-    cycle = (speed or first).cycle or {}
+    timed = speed or first
+    cycle = (timed.cycle if timed is not None else None) or {}
     row |= {
         "draft_ms": cycle.get("draft_ms"), "verify_ms": cycle.get("verify_ms"),
-        "draft_ms_from": None if not cycle else _how(speed or first),
+        "draft_ms_from": _how(timed) if timed is not None and cycle else None,
         "train_seconds": spent["seconds"], "steps": spent["steps"], "positions": spent["positions"],
         "conversations": spent["conversations"], "peak_memory_bytes": spent["peak_memory_bytes"],
         "features": spent.get("features"),
         "parameters": head.get("parameters"), "side_by_side": work.side_by_side, "budget": work.budget,
-        "tree": first.tree["label"], "dtype": first.dtype, "batch": first.batch_size,
-        "temperature": first.temperature, "max_new_tokens": first.max_new_tokens,
+        "tree": first.tree["label"] if first is not None else None,
+        **{key: getattr(first, name, None) for key, name in OF_REPORT.items()},
         "prompts": sum(report.prompts for report in reports.values()), "data": data_of(work, cell),
-        "settings": [*cell.overrides, *cell.auto, *cell.limits], "card": first.device, "command": work.command,
-        "git_revision": first.git_revision, "versions": first.versions,
+        "settings": [*cell.overrides, *cell.auto, *cell.limits], "command": work.command,
     }  # fmt: skip
     return row
+
+
+def walked_tau(run: Run) -> float | None:
+    """The accepted length along given held-out text that training saw last, or with train.select=best when it saved the
+    head. It diagnoses training; nothing is decoded. None without held-out text.
+    """
+    seen: dict[int, float] = {}
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # a damaged line gives none
+        for text in (run.dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            record = json.loads(text)
+            if record.get("valid/walked_tau") is not None:
+                seen[int(record["step"])] = float(record["valid/walked_tau"])
+    best = (run.markers.read("train").get("result") or {}).get("best")
+    if run.recipe.train.select == "best" and best is not None:
+        return seen.get(best["step"])
+    return seen[max(seen)] if seen else None
 
 
 def taus(work: Work, reports: dict[str, Report]) -> dict[str, Any]:
@@ -166,7 +197,7 @@ def by_lever(rows: Sequence[dict[str, Any]], sets: Sequence[str]) -> list[dict[s
     means = []
     for name, members in groups.items():
         mean: dict[str, Any] = {"cells": name, "seeds": [row["seed"] for row in members]}
-        for key in [f"{kind}_{part}" for part in sets for kind in ("tau", "gain")]:
+        for key in ["walked_tau", *(f"{kind}_{part}" for part in sets for kind in ("tau", "gain"))]:
             values = [row[key] for row in members if row.get(key) is not None]
             if values:
                 mean[key] = statistics.fmean(values)

@@ -14,7 +14,7 @@ from headstart.comparing.cells import Work, cell_name, make_cells
 from headstart.comparing.config import load_comparison, shipped_comparisons
 from headstart.comparing.data import positions_of_steps, steps_for_positions
 from headstart.comparing.page import sentences
-from headstart.comparing.rows import add_gains, mark_front, notes_of, taus
+from headstart.comparing.rows import add_gains, mark_front, notes_of, taus, walked_tau
 from headstart.comparing.work import eval_settings
 from headstart.data import memory
 from headstart.heads.errors import ConfigError, HeadstartError
@@ -112,7 +112,15 @@ def test_a_stopped_cell_continues(
     stopped = headstart("compare", comparison, "seeds=[0]", "measure.speed.enabled=false")
     assert stopped.code == 130 and "stopped" in stopped.err
     values = json.loads((folder / "compare.json").read_text())
-    assert values["rows"] == [] and values["unfinished"] == ["plain-s0", "rate-lr=0.01-s0"]
+    assert values["unfinished"] == ["plain-s0", "rate-lr=0.01-s0"]
+    (row,) = values["rows"]  # of the cell that is trained, as training saw it
+    last = json.loads((folder / "cells/plain-s0/metrics.jsonl").read_text().splitlines()[-1])
+    assert row["cell"] == "plain-s0" and row["walked_tau"] == last["valid/walked_tau"] >= 1 and last["step"] == 3
+    assert (row["head"], row["steps"], row["prompts"]) == ("eagle3", 3, 0) and row["positions"] > 0
+    assert row["draft_ms"] is row["tree"] is row["versions"] is None and not any(key.startswith("tau") for key in row)
+    page = (folder / "compare.html").read_text()
+    for said in (stopped.out, page):
+        assert "walked τ" in said and "a diagnosis of the training" in said and f"{row['walked_tau']:.3f}" in said
 
     monkeypatch.setattr(TrainingLoop, "step", step)
     result = headstart("compare", comparison, "seeds=[0]", "measure.speed.enabled=false")
@@ -120,6 +128,9 @@ def test_a_stopped_cell_continues(
     trained = json.loads((folder / "cells/rate-lr=0.01-s0/steps/train.json").read_text())["result"]
     assert trained["resumed_from"] in (1, 2)  # step 2 has no checkpoint if that of step 1 was still being written
     assert [row["steps"] for row in rows_of(folder)] == [3, 3]
+    # every cell has τ: the terminal no longer shows the diagnosis, the page does
+    assert "walked" not in result.out and "τ held_out" in result.out
+    assert "<th>walked τ</th>" in (folder / "compare.html").read_text()
 
 
 def test_positions_are_equal_within_a_step(
@@ -252,10 +263,25 @@ def test_messages_of_one_cell_say_one(
     assert "1 cell of 1 step, 1 at a time" in headstart("compare", comparison, "--dry-run", *settings).out
 
     values = {"budget": {"kind": "steps", "value": 1}, "failed": [], "notes": [], "unfinished": ["a"]}
-    assert sentences(values)[0].startswith("every cell: 1 step; ")
-    assert sentences(values)[1].endswith("goes on with it")
-    several = sentences({**values, "unfinished": ["a", "b"]})[1]
+    assert sentences(values, False)[0].startswith("every cell: 1 step; ")
+    assert sentences(values, False)[1].endswith("goes on with it")
+    several = sentences({**values, "unfinished": ["a", "b"]}, False)[1]
     assert several == "not finished: a, b; the same command goes on with them"
+
+
+def test_walked_tau_is_that_of_the_saved_head(tmp_path: Path) -> None:
+    best: dict = {"name": "valid/walked_tau", "value": 1.75, "step": 4}
+
+    def seen(select: str) -> float | None:
+        recipe = SimpleNamespace(train=SimpleNamespace(select=select))
+        markers = SimpleNamespace(read=lambda step: {"result": {"best": best}})
+        return walked_tau(SimpleNamespace(dir=tmp_path, recipe=recipe, markers=markers))  # type: ignore[arg-type]
+
+    assert seen("last") is None and seen("best") is None
+    records = [{"step": 2, "valid/walked_tau": 1.5}, {"step": 4, "valid/walked_tau": 1.75},
+               {"step": 6, "valid/walked_tau": 1.25}, {"step": 6, "train/walked_tau": 9.0}]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert (seen("last"), seen("best")) == (1.25, 1.75)
 
 
 def test_shipped_comparisons_load() -> None:
@@ -481,4 +507,7 @@ def test_numbers_of_an_earlier_head_are_no_row(
     monkeypatch.setattr(Worker, "measure", stopping)
     assert headstart(*words, "train.clip_norm=0.1").code == 130  # both train anew, one is measured anew
     values = json.loads((tmp_path / "sides/compare.json").read_text())
-    assert [row["cell"] for row in values["rows"]] == ["plain-s0"] and values["unfinished"] == ["rate-lr=0.01-s0"]
+    assert values["unfinished"] == ["rate-lr=0.01-s0"]
+    assert [(row["cell"], "tau_held_out" in row) for row in values["rows"]] == [
+        ("plain-s0", True), ("rate-lr=0.01-s0", False)
+    ]  # fmt: skip

@@ -26,7 +26,7 @@ from headstart.heads.errors import Terminated
 #: most seconds that a signal waits for `over`; launchers kill after 30
 HELD_S = 15.0
 #: seconds until a signal is sent again whose exception Python dropped
-AGAIN_S = 0.2
+DROPPED_S = 0.2
 
 
 class StartupStop:
@@ -101,7 +101,7 @@ class _Command:
 
     def again(self) -> None:
         """In a thread: send the signal again."""
-        time.sleep(AGAIN_S)
+        time.sleep(DROPPED_S)
         with self._lock:
             if self.working:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -44,7 +44,8 @@ class TrainConfig:
     #: Learning rate of Muon's matrices, as a multiple of train.lr.
     muon_rate: float = 1.0
     #: Learning rate of matrices with a row for each token, such as outputs, as a multiple of train.lr. An output that
-    #: starts from the target's rows holds what the target knows of rare tokens: a small rate keeps that, 0 keeps all.
+    #: starts from the target's rows holds what the target knows of rare tokens: a small rate keeps that, 0 keeps all
+    #: and computes no gradient for it.
     token_rate: float = 1.0
     #: Average the weights over the steps (EMA) with this decay rate; null does not. Validation, the best head and the
     #: finished head have the averages. Training itself goes on from the last weights. At step n the rate is at most

@@ -34,7 +34,7 @@ from headstart.train.health import Health
 from headstart.train.launching.setup import captures, make_accelerator, make_parallel, recompute_activations
 from headstart.train.launching.watch import Watch
 from headstart.train.nonfinite import WindowSamples
-from headstart.train.optim import Budget, lr_factor, set_rate
+from headstart.train.optim import Budget, freeze_still_matrices, lr_factor, set_rate
 from headstart.train.patience import check_patience
 from headstart.train.rounds import Rounds
 from headstart.train.saving import Saving
@@ -155,6 +155,7 @@ class TrainingLoop:
         budget = Budget.of(config, None if config.epochs is None else stream.count(config.epochs))
         fetcher = Fetcher(data.source, config.prefetch)
         self.head = head.to(device).train()
+        freeze_still_matrices(head, config)
         if config.activation_checkpointing:
             recompute_activations(head)
         compute = autocast_dtype(config.mixed_precision, device)

@@ -195,6 +195,13 @@ def token_matrices(head: Head) -> set[str]:
     return {n for n, p in found.items() if p.ndim > 1 and tokens & set(p.shape)}
 
 
+def freeze_still_matrices(head: Head, config: TrainConfig) -> None:
+    """Under train.token_rate=0, no gradient is computed for the token matrices: they would not move by it."""
+    if config.token_rate == 0:
+        for name in token_matrices(head):
+            head.get_parameter(name).requires_grad_(False)
+
+
 def muon_matrices(head: Head) -> set[str]:
     """Names of the parameters that Muon trains: matrices (of two axes), token_matrices and Head.without_muon apart."""
     without = head.without_muon

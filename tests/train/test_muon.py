@@ -127,6 +127,7 @@ def test_a_rate_of_zero_keeps_the_output(tmp_path):
     heads = [run_random("eagle3", tmp_path / str(n), steps=n, token_rate=0.0, weight_decay=0.5)[0] for n in (1, 4)]
     (first, last) = ({name: p.detach().clone() for name, p in head.named_parameters()} for head in heads)
     assert torch.equal(first["lm_head.weight"], last["lm_head.weight"])
+    assert heads[1].lm_head.weight.grad is None and not heads[1].lm_head.weight.requires_grad
     assert not torch.equal(first["fc.weight"], last["fc.weight"])
 
 

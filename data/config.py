@@ -251,6 +251,12 @@ class DataConfig:
     #: distribution, which exists at every position, so `all` helps where data is scarce. Validation and the draft
     #: vocabulary always keep to the answers, because only those are drafted.
     supervise: str = "answers"
+    #: Copies of every training sample in which the target redraws tokens of the answers; 0 makes none. The teacher of a
+    #: copy is the target's distribution over the changed text.
+    resampled_copies: int = 0
+    #: Share of a copy's answer tokens that are redrawn, in (0, 1], each from the target's distribution (temperature 1)
+    #: after the original text before it. A draw may give the same token. Special tokens and prompts stay.
+    resampled_share: float = 0.15
     #: Variables passed to the chat template, e.g. {enable_thinking: false}.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: Most tokens of one pack. A pack holds whole documents; a longer document gets a pack of its own. auto: 16384, or
@@ -306,6 +312,8 @@ class DataConfig:
         check(("max_length",), "a number ≥ 3", lambda value: value >= 3)
         check(("min_supervised", "shard_tokens", "most_repeats"), "a number ≥ 1", lambda value: value >= 1)
         check(("pack_tokens",), "a whole number ≥ 1, or auto", lambda value: value == "auto" or _counts(value))
+        check(("resampled_copies",), "0 (none) or more", lambda value: value >= 0)
+        check(("resampled_share",), "a number in (0, 1]", lambda value: 0 < value <= 1)
         check(("held_out_fraction",), "a number in [0, 1)", lambda value: 0 <= value < 1)
 
     def _check_mixing(self) -> None:

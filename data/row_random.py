@@ -46,3 +46,11 @@ def draw_at(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     # rounding may take the uniform number up to the whole: the token with which the sum becomes whole has mass
     last_B = (total_BV < total_BV[:, -1:]).sum(-1)
     return torch.minimum(index_B, last_B)
+
+
+def draws_at(p_BV: Tensor, uniform_BC: Tensor) -> Tensor:
+    """`draw_at` of several numbers a row, [B, C], float64: int64 [B, C]."""
+    total_BV = p_BV.double().cumsum(-1)
+    whole_B1 = total_BV[:, -1:].contiguous()
+    index_BC = torch.searchsorted(total_BV, (uniform_BC * whole_B1).contiguous(), right=True)
+    return torch.minimum(index_BC, torch.searchsorted(total_BV, whole_B1)).clamp(max=p_BV.shape[-1] - 1)

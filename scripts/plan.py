@@ -21,7 +21,7 @@ from headstart.heads.base import Head
 from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, first_line
 from headstart.heads.targets.load import resolve_device, weightless_target
-from headstart.pipeline.data import trained_samples
+from headstart.pipeline.data import counted_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import planned_training, refuse_ahead
@@ -229,11 +229,11 @@ def card_flops(launch: Launch, device: torch.device) -> tuple[float, str]:
 
 def data_of(run: Run, launch: Launch) -> DataShape:
     """The training data: as the options state it, or read from the recipe's sources."""
-    data, most = run.recipe.data, run.recipe.data.max_length
+    data, most, times = run.recipe.data, run.recipe.data.max_length, 1 + run.recipe.data.resampled_copies
     if launch.samples is not None:
         mean = launch.mean_tokens or most
         note = f"data: {counted(launch.samples, 'samples')} of {mean:g} tokens as stated, all supervised"
-        return DataShape.equal(launch.samples, mean, data.pack_size, note)
+        return replace(DataShape.equal(launch.samples * times, mean, data.pack_size, note), samples=launch.samples)
     if data.distill.prompts and not run.distilled_path.is_file():
         try:
             prompts = sum(prompt.media is None for prompt in read_prompts(data.distill.prompts, seed=run.recipe.seed))
@@ -246,18 +246,19 @@ def data_of(run: Run, launch: Launch) -> DataShape:
             f"data: {counted(prompts, 'prompts')} not answered yet; each counts as a sample of data.max_length={most} "
             "tokens, all supervised"
         )
-        planned = DataShape.equal(prompts, most, data.pack_size, note)
-        planned.known = False
+        planned = DataShape.equal(prompts * times, most, data.pack_size, note)
+        planned = replace(planned, samples=prompts, known=False)
         return planned.beside(_read(run.without_prompts())) if data.sources else planned
     return _read(run)
 
 
 def _read(run: Run) -> DataShape:
-    samples = trained_samples(run)
+    samples = counted_samples(run)
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
     packs = len(make_packs(lengths, run.recipe.data.pack_size, run.recipe.seed)) if lengths else 0
-    return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1), samples=len(samples))
+    originals = len(samples) // (1 + run.recipe.data.resampled_copies)
+    return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1), samples=originals)
 
 
 def render(plan: Plan) -> Group:

@@ -235,11 +235,28 @@ def ask_sharding(recipe: Recipe, target: Target) -> str:
     return f"target.parallel={recipe.target.parallel}"
 
 
+def ask_resampling(recipe: Recipe, target: Target) -> str:
+    """Whether the target can redraw tokens of the training samples (`data.resampled_copies`)."""
+    copies = recipe.data.resampled_copies
+    if copies and recipe.target.parallel == "fsdp2":
+        raise ConfigError(
+            f"data.resampled_copies: found {copies} with target.parallel=fsdp2, expected 0: a sharded target runs on "
+            "all ranks together, and copies are made by one: set data.resampled_copies=0, or target.parallel=none"
+        )
+    if copies and recipe.joint.enabled:
+        raise ConfigError(
+            f"data.resampled_copies: found {copies} with joint.enabled=true, expected 0: joint training trains the "
+            "target too, and it must not learn from redrawn text: set data.resampled_copies=0, or joint.enabled=false"
+        )
+    return f"{copies} of every sample" if copies else "none"
+
+
 #: the name that `doctor` shows → the question, in the order of the steps
 QUESTIONS: dict[str, Question] = {
     "sharding": ask_sharding,
     "head": ask_head,
     "held-out data": ask_held_out,
+    "resampled copies": ask_resampling,
     "positions": ask_positions,
     "distillation": ask_servers,
     "decoding": ask_decoding,

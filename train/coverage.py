@@ -43,15 +43,18 @@ class Coverage(NamedTuple):
     mass: float = 0.0
 
 
-def measure_coverage(head: Head, source: FeatureSource, seed: int, teacher: Teacher | None = None) -> Coverage:
+def measure_coverage(
+    head: Head, source: FeatureSource, seed: int, teacher: Teacher | None = None, first: int | None = None
+) -> Coverage:
     """Look at a few random training samples.
 
     Args:
         source: of features. If it makes them live, the target runs.
         teacher: measures `mass` of a head with a draft vocabulary; None leaves it out.
+        first: looks at so many of the first samples alone, the originals of resampled copies; None = at all.
     Raises: TrainingError if none of ENOUGH_ROWS rows, or none at all, carries a loss.
     """
-    order = np.random.default_rng(seed).permutation(len(source.lengths)).tolist()
+    order = np.random.default_rng(seed).permutation(len(source.lengths) if first is None else first).tolist()
     tokens = inside = rows = 0
     own, mass = OwnChoice(), 0.0
     while order and tokens < SAMPLE_TOKENS:

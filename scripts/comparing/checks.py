@@ -26,7 +26,7 @@ from headstart.heads.files import require_disk
 from headstart.heads.targets.load import resolve_device, weightless_target
 from headstart.heads.targets.target import Target
 from headstart.heads.targets.template_date import shown_date
-from headstart.pipeline.data import trained_samples
+from headstart.pipeline.data import counted_samples
 from headstart.pipeline.run import Run
 from headstart.plan import Launch, card_flops
 from headstart.recipes.schema import Recipe
@@ -135,7 +135,7 @@ class Checks:
     def _features(self, recipe: Recipe, target: Target, run: Run) -> str:
         """What `data.features=auto` means for this cell: memory or online."""
         in_dtype(target, recipe, self.device)
-        tokens = sum(len(sample) for sample in trained_samples(run))
+        tokens = sum(len(sample) for sample in counted_samples(run))
         layout = run_layout(recipe, self.device, 1, 1, 1, 1.0, tokens)
         memory = self.device_bytes // self.work.side_by_side
         return auto.features_within(recipe, target, planned_training(recipe, target), layout, memory)
@@ -176,7 +176,7 @@ class Checks:
 
     def _plan(self, cell: Cell, recipe: Recipe, target: Target, run: Run | None) -> CellPlan:
         device = self.device
-        samples = trained_samples(run) if run is not None else []
+        samples = counted_samples(run) if run is not None else []
         tokens = sum(len(sample) for sample in samples)
         supervised = sum(sample.supervised for sample in samples) / tokens if tokens else 1.0
         in_dtype(target, recipe, device)

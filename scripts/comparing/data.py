@@ -18,7 +18,7 @@ from headstart.data.samples import Sample
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import sha256_text
 from headstart.heads.targets.target import Target
-from headstart.pipeline.data import prepare, trained_samples
+from headstart.pipeline.data import counted_samples, prepare
 from headstart.pipeline.distill import distill
 from headstart.pipeline.run import Run
 from headstart.recipes.schema import Recipe
@@ -75,7 +75,7 @@ def with_steps(cell: Cell, run: Run) -> Cell:
     """The cell with the steps that its positions take; its data must be prepared."""
     if cell.budget["kind"] != "positions":
         return cell
-    return replace(cell, steps=steps_for_positions(run.recipe, trained_samples(run), cell.budget["value"]))
+    return replace(cell, steps=steps_for_positions(run.recipe, counted_samples(run), cell.budget["value"]))
 
 
 def answers_key(recipe: Recipe) -> str:

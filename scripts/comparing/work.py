@@ -31,7 +31,7 @@ from headstart.heads.files import read_json, write_json
 from headstart.heads.host_memory import forget_peak, peak_bytes
 from headstart.heads.targets.load import resolve_device
 from headstart.heads.targets.target import Target, TargetConfig
-from headstart.pipeline.data import prepare, trained_samples
+from headstart.pipeline.data import counted_samples, prepare, trained_samples
 from headstart.pipeline.features import features_kind
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
@@ -183,13 +183,12 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(device)
         known = not finished and (device.type == "cuda" or forget_peak())
         trained = train(run)
-        samples = trained_samples(run)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
         write_json(run.dir / COST, {
             "peak_memory_bytes": peak if known else None,
-            "positions": positions_of_steps(recipe, samples, trained["step"]),
+            "positions": positions_of_steps(recipe, counted_samples(run), trained["step"]),
             "conversations": len({sample.id for sample in prepare(run).train}),
-            "samples": len(samples),
+            "samples": len(trained_samples(run)),
             "steps": trained["step"],
             "seconds": trained["seconds"],
             "features": features_kind(run),

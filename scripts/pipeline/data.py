@@ -83,6 +83,12 @@ def trained_samples(run: Run) -> list[Sample]:
     return samples if run.recipe.data.supervise == "answers" else [sample.with_all_supervised() for sample in samples]
 
 
+def counted_samples(run: Run) -> list[Sample]:
+    """Samples of the same lengths and turns as those that train, copies included (`data.resampled_copies`), in the same
+    order: originals stand in for their copies. The target need not be loaded."""
+    return trained_samples(run) * (1 + run.recipe.data.resampled_copies)
+
+
 def summary_of(run: Run, trained: Sequence[Sample]) -> dict[str, Any]:
     """`summarise` of the training samples. Under data.supervise=all every token is supervised; turns and answers are
     counted as they are."""

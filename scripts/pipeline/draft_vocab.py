@@ -20,6 +20,7 @@ from headstart.heads.formats.loading import map_head
 from headstart.heads.targets.target import Target
 from headstart.pipeline.data import prepare, trained_samples
 from headstart.pipeline.features import feature_source, features_kind
+from headstart.pipeline.resampling import samples_with_copies
 from headstart.pipeline.run import Run
 from headstart.saved_heads import find_head
 from headstart.train.sharing.distributed import all_ranks, from_main
@@ -92,7 +93,7 @@ def _chosen(run: Run, config: HeadConfig, sketch: Head) -> tuple[list[int], Feat
     samples, kind = trained_samples(run), features_kind(run)
     source: FeatureSource | None = None
     if not sketch.spec.tokens_alone:
-        source = feature_source(run, samples, "train", sketch, sketch.depth)
+        source = feature_source(run, samples_with_copies(run), "train", sketch, sketch.depth)
     votes = count_votes(samples, source, kind == "online", whole, run.recipe.seed, all_ranks())
     ids_U = _most_voted(target, config, size, votes)
     share = config.vocabulary_share

@@ -10,8 +10,9 @@ from headstart.data.memory import MemoryFeatures
 from headstart.data.samples import Sample
 from headstart.data.store import StoredFeatures, build_store
 from headstart.heads.base import Head
-from headstart.pipeline.data import prepare, trained_samples
+from headstart.pipeline.data import counted_samples, prepare
 from headstart.pipeline.markers import Begin
+from headstart.pipeline.resampling import samples_with_copies
 from headstart.pipeline.run import Run
 from headstart.pipeline.steps import require_steps
 
@@ -33,7 +34,7 @@ def _store(run: Run, begin: Begin) -> dict[str, Any]:
     require_steps(run)
     spec = run.feature_spec()
     run.claim(begin)
-    for name, samples in (("train", trained_samples(run)), ("held_out", data.held_out)):
+    for name, samples in (("train", samples_with_copies(run)), ("held_out", data.held_out)):
         if not samples:
             continue
         with run.console.progress(f"features ({name})", "tokens") as advance:
@@ -46,9 +47,8 @@ def _store(run: Run, begin: Begin) -> dict[str, Any]:
 
 
 def data_tokens(run: Run) -> int:
-    """Tokens of the run's data, held-out samples included."""
-    data = prepare(run)
-    return sum(map(len, (*data.train, *data.held_out)))
+    """Tokens of the run's data, resampled copies and held-out samples included."""
+    return sum(map(len, (*counted_samples(run), *prepare(run).held_out)))
 
 
 def features_kind(run: Run) -> str:

@@ -36,7 +36,7 @@ STORING = ("shard_tokens",)
 #: settings of `data.distill` that say how servers are asked
 ASKING = ("server_timeout", "server_tries", "server_patience")
 #: settings of `data` that runs of an earlier version do not have: equal to their defaults, they are left out
-LATER = ("near_threshold", "most_repeats")
+LATER = ("near_threshold", "most_repeats", "resampled_copies", "resampled_share")
 #: file of a run that holds the answers to the recipe's prompts
 DISTILLED = "data/distilled.jsonl"
 

@@ -17,6 +17,7 @@ from headstart.data.choosing.duplicates import require_minhash
 from headstart.data.config import DistillConfig
 from headstart.data.memory import SharedFeatures
 from headstart.data.prepare import PreparedData
+from headstart.data.samples import Sample
 from headstart.data.sources.sources import load_conversations
 from headstart.directory_lock import locked
 from headstart.eval.prompts import eval_prompts
@@ -67,6 +68,7 @@ class Run:
 
     Attributes:
         prepared: the samples, once pipeline.data.prepare has made them.
+        resampled: the samples that train with their copies, once pipeline.resampling has made them.
         features: what `data.features=auto` means for them, once pipeline.features.features_kind has chosen it.
         target: the recipe's target, which answers prompts and gives the features of training.
         drafted_target: the target that the trained head drafts for: the same, or with the adapter of joint training in
@@ -88,6 +90,7 @@ class Run:
         self.markers = Markers(self.dir, console.say, self.check, lambda step: console.phase(step, False, False))
         self.inputs = Inputs(recipe, self.markers)
         self.prepared: PreparedData | None = None
+        self.resampled: list[Sample] | None = None
         self.features: str | None = None
         self.held = held
         self._target, self._device = target, device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from headstart.heads.errors import ConfigError
-from headstart.pipeline.data import trained_samples
+from headstart.pipeline.data import counted_samples
 from headstart.pipeline.run import Run
 from headstart.refusals import planned_training
 from headstart.train.optim import Budget
@@ -22,7 +22,7 @@ def require_steps(run: Run) -> None:
     recipe, config, room = run.recipe, run.recipe.train, run.recipe.data.pack_size
     if config.epochs is None:
         return
-    stages, samples = planned_training(recipe, run.planned).stages, trained_samples(run)
+    stages, samples = planned_training(recipe, run.planned).stages, counted_samples(run)
     lengths = [len(sample) for sample in samples]
 
     def check(packs: int) -> None:

@@ -31,6 +31,7 @@ from headstart.pipeline.inputs import lasting
 from headstart.pipeline.joint import save_adapter_of, trained_head
 from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.placeholder import keep_placeholder, settled_config
+from headstart.pipeline.resampling import make_copies, samples_with_copies
 from headstart.pipeline.run import Run
 from headstart.pipeline.steps import require_steps
 from headstart.refusals import require_decoding
@@ -40,6 +41,7 @@ from headstart.train import loop
 from headstart.train.checkpoints.resume import TRAINED
 from headstart.train.coverage import Coverage, measure_coverage
 from headstart.train.launching.setup import check_layout
+from headstart.train.sharing.distributed import all_ranks
 from headstart.train.step import autocast_dtype
 from headstart.train.stream import TrainData
 from headstart.train.validate import Validator
@@ -88,6 +90,7 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
     if features_kind(run) == "memory":  # held beside everything else, and only now known how many
         run.check_memory(data_tokens(run))
     require_decoding(run.target, run.feature_spec(), run.recipe.export.force)
+    make_copies(run, all_ranks())
     head, features = head_and_features(run)
     with trained_head(run, head) as training:
         return _train(run, data, head, training, features, accelerator, watch, begin)
@@ -100,7 +103,7 @@ def _train(
     """Train `training`: `head`, alone or with an adapter; then save both. Args: features: of training, if made."""
     recipe, target = run.recipe, run.target
     main = accelerator is None or accelerator.is_main_process
-    samples = trained_samples(run)
+    samples = samples_with_copies(run)
     source = features
     if source is None:
         source = feature_source(run, samples, "train", training, training.depth)
@@ -174,7 +177,7 @@ def _say_coverage(run: Run, head: Head, source: Any) -> Coverage | None:
     """
     if run.target.lockstep or head.spec.tokens_alone:
         return None
-    found = measure_coverage(head, source, run.recipe.seed, run.target.teacher)
+    found = measure_coverage(head, source, run.recipe.seed, run.target.teacher, len(trained_samples(run)))
     if found.rows and head.draft_ids_U is not None:
         covered = found.inside / found.rows
         share = f"{covered:.1%} of {found.rows} supervised rows of some training samples"

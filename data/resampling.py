@@ -27,13 +27,13 @@ from headstart.data.row_random import draws_at, uniforms
 from headstart.data.samples import Sample, check_vocabulary
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.counting import counted
-from headstart.heads.losses.fused import chunk_rows
+from headstart.heads.losses.fused import chunk_elements
 from headstart.heads.sampling import distribution
 from headstart.heads.targets.target import Target, length_groups
 from headstart.heads.transfer import to_device
 
-#: most rows whose logits are held: cumulative distributions take 8 bytes a token of the vocabulary
-LOGIT_ROWS = 2048
+#: most logits of a chunk. With what is computed of them, each takes about 30 bytes while tokens are drawn
+CHUNK_LOGITS = 3 << 25
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _drawn(
     uniform_CN = uniforms(seed_2CS[1][:, sample_N], position_N)
     drawn_CN = old_N.repeat(copies, 1)
     rows = torch.nonzero(asked_CN.any(0)).squeeze(1)
-    for part in rows.split(chunk_rows(LOGIT_ROWS, len(free_V), target.device)):
+    for part in rows.split(max(min(CHUNK_LOGITS, chunk_elements(target.device)) // len(free_V), 1)):
         p_BV = distribution(target.teacher.logits(batch.hidden_RD[place[part] - 1]), 1.0)
         drawn_CN[:, part] = draws_at(p_BV, uniform_CN[:, part].T).T
     taken_CN = torch.where(asked_CN & free_V[drawn_CN], drawn_CN, old_N)

@@ -142,3 +142,10 @@ def test_settings_that_cannot_work(name: str, value: float, expected: str):
     config = DataConfig(sources=[SourceConfig(path="a.jsonl")], **{name: value})
     with pytest.raises(ConfigError, match=f"data.{name}: found {value}, expected {expected}"):
         config.check()
+
+
+def test_chunks_of_logits_do_not_matter(target: Target, random_samples, monkeypatch: pytest.MonkeyPatch):
+    samples = random_samples([60, 40], target.dims.vocab_size)
+    whole = texts(resampled(samples, target, 3, 0.4, 7).samples)
+    monkeypatch.setattr("headstart.data.resampling.CHUNK_LOGITS", 3 * target.dims.vocab_size)  # three rows
+    assert texts(resampled(samples, target, 3, 0.4, 7).samples) == whole

@@ -151,6 +151,15 @@ class DistillConfig:
 
     #: Prompts that the target answers before training; an empty list answers none.
     prompts: list[SourceConfig] = field(default_factory=list)
+    #: So many prompts the target writes itself before it answers: it continues its chat template's opening of a user's
+    #: message (Magpie). They join `prompts`; 0 writes none. Needs an instruct-tuned target that answers in process.
+    written: int = 0
+    #: Sampling temperature of the prompts that it writes, above 0.
+    written_temperature: float = 1.0
+    #: They are sampled from the smallest set of tokens whose probability reaches this; 1 keeps all.
+    written_top_p: float = 0.95
+    #: Most tokens of a prompt that it writes. A longer one is cut, and left out.
+    written_max_tokens: int = 256
     #: OpenAI-compatible servers that answer them: [{url: http://host:8000/v1}]. An empty list answers in process.
     servers: list[ServerConfig] = field(default_factory=list)
     #: Most tokens of an answer. A longer one is cut (finish_reason "length").
@@ -169,7 +178,7 @@ class DistillConfig:
     #: allows.
     max_prompt_tokens: int | None = None
     #: Seconds after which no further conversation begins; null answers every prompt. The same command with more seconds
-    #: goes on. Prompts then come in random order, not by length.
+    #: goes on. Prompts then come in random order, not by length. The time of `written` does not count.
     max_seconds: float | None = None
     #: Share of the target's answers in the conversations that train, as `weight` of a source.
     weight: float | None = None
@@ -185,9 +194,15 @@ class DistillConfig:
     #: Servers: seconds without any answer after which a server that fails counts as down. When all are, the run stops.
     server_patience: float = 300.0
 
+    @property
+    def asks(self) -> bool:
+        """Whether the target answers any prompts: given ones, or those that it writes."""
+        return bool(self.prompts) or self.written > 0
+
     def check(self) -> None:
         """Raise ConfigError naming the first field that cannot work."""
         check = partial(check_settings, self, "data.distill")
+        self._check_written()
         for index, source in enumerate(self.prompts):
             source.check(f"data.distill.prompts[{index}]")
         check_weights({f"data.distill.prompts[{index}]": source.weight for index, source in enumerate(self.prompts)})
@@ -212,6 +227,20 @@ class DistillConfig:
             raise ConfigError(
                 f"data.distill.samples_per_prompt: found {self.samples_per_prompt} with temperature 0, which repeats "
                 "one answer: set data.distill.temperature above 0"
+            )
+
+    def _check_written(self) -> None:
+        check = partial(check_settings, self, "data.distill")
+        check(("written",), "a number ≥ 0", lambda value: type(value) is int and value >= 0)
+        expected = "a number above 0 (at 0 every prompt that the target writes is the same)"
+        check(("written_temperature",), expected, lambda value: 0 < value < math.inf)
+        check(("written_top_p",), "a number in (0, 1]", lambda value: 0 < value <= 1)
+        check(("written_max_tokens",), "a number ≥ 2", lambda value: value >= 2)
+        if self.written and self.servers:
+            raise ConfigError(
+                f"data.distill.written: found {self.written} with data.distill.servers, expected 0: through a server's "
+                "chat interface no target continues a user's message. Leave data.distill.servers out, or give prompts "
+                "that a run without servers wrote: data.distill.prompts=[{path: runs/NAME/data/written.jsonl}]"
             )
 
 
@@ -295,8 +324,11 @@ class DataConfig:
                     )
         self.distill.check()
         self._check_mixing()
-        if not self.sources and not self.distill.prompts:
-            raise ConfigError("data: no sources and no distill.prompts: set data.sources=[{path: FILE.jsonl}]")
+        if not self.sources and not self.distill.asks:
+            raise ConfigError(
+                "data: no sources and no distill.prompts: set data.sources=[{path: FILE.jsonl}], or "
+                "data.distill.written=20000, so that the target writes prompts itself"
+            )
         if self.duplicates is not None:
             check(("duplicates",), "one of keep, exact, near, or null", ("keep", "exact", "near").__contains__)
         check(("near_threshold",), "a number from 0.5 to 1", lambda value: 0.5 <= value <= 1)
@@ -318,10 +350,10 @@ class DataConfig:
 
     def _check_mixing(self) -> None:
         weights = {f"data.sources[{index}]": source.weight for index, source in enumerate(self.sources)}
-        if self.distill.prompts:
+        if self.distill.asks:
             weights["data.distill"] = self.distill.weight
         elif self.distill.weight is not None:
-            raise ConfigError("data.distill.weight: found a weight, but no data.distill.prompts: remove it")
+            raise ConfigError("data.distill.weight: found a weight, but no data.distill.prompts or written: remove it")
         check_weights(weights)
 
 

@@ -121,7 +121,7 @@ def opened(console: Console, recipe: str, overrides: list[str], weights: bool) -
         run.require_one_process("--stats runs the target", "leave --stats out")
     else:
         run = Run(settings, console, weightless_target(dated_target(settings)))
-    if not settings.data.distill.prompts:
+    if not settings.data.distill.asks:
         return run
     same = shlex.join(["headstart", "distill", recipe, *overrides])
     if not run.distilled_path.is_file():

@@ -234,7 +234,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
         mean = launch.mean_tokens or most
         note = f"data: {counted(launch.samples, 'samples')} of {mean:g} tokens as stated, all supervised"
         return replace(DataShape.equal(launch.samples * times, mean, data.pack_size, note), samples=launch.samples)
-    if data.distill.prompts and not run.distilled_path.is_file():
+    if data.distill.asks and not run.distilled_path.is_file():
         try:
             prompts = sum(prompt.media is None for prompt in read_prompts(data.distill.prompts, seed=run.recipe.seed))
         except HeadstartError as error:
@@ -242,9 +242,11 @@ def data_of(run: Run, launch: Launch) -> DataShape:
                 f"plan: the prompts cannot be read here ({error}). To plan without them, state the data with "
                 "--samples N --mean-tokens T"
             ) from error
+        prompts += data.distill.written
+        writes = f" ({data.distill.written} of them are still to be written)" if data.distill.written else ""
         note = (
-            f"data: {counted(prompts, 'prompts')} not answered yet; each counts as a sample of data.max_length={most} "
-            "tokens, all supervised"
+            f"data: {counted(prompts, 'prompts')} not answered yet{writes}; each counts as a sample of "
+            f"data.max_length={most} tokens, all supervised"
         )
         planned = DataShape.equal(prompts * times, most, data.pack_size, note)
         planned = replace(planned, samples=prompts, known=False)

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from headstart.data.distilling.writing_prompts import opening_of
 from headstart.data.placeholder import settle
 from headstart.data.serving.engines import require_settings
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.checkpoints.raw import open_checkpoint
+from headstart.heads.counting import counted
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
@@ -151,7 +153,7 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
     whole = target.dims.max_position_embeddings
     why = "" if limit == whole else f" (of {whole}: beyond the first {limit} its LongRoPE uses other factors)"
     lengths = {"data.max_length": (recipe.data.max_length, limit)}
-    if recipe.data.distill.prompts:  # a prompt has at least one token
+    if recipe.data.distill.asks:  # a prompt has at least one token
         lengths["data.distill.max_new_tokens"] = (recipe.data.distill.max_new_tokens, limit - 1)
     if recipe.longer_answers is not None:
         lengths["longer_answers"] = (recipe.longer_answers, limit - 1)
@@ -208,13 +210,17 @@ def ask_held_out(recipe: Recipe, target: Target) -> str:
 
 
 def ask_servers(recipe: Recipe, target: Target) -> str:
-    """Whether servers of the kinds that the recipe names can honour its settings. `doctor` and distillation ask the
-    servers themselves; here they need not run yet, or run no longer."""
+    """Whether servers of the kinds that the recipe names can honour its settings, and whether the target can write
+    prompts where it shall. `doctor` and distillation ask the servers themselves; here they need not run yet, or run no
+    longer."""
     servers = recipe.data.distill.servers
     for number, server in enumerate(servers):
         if server.engine != "auto":
             where = f"data.distill.servers[{number}]"
             require_settings(server.engine, recipe.data.distill, recipe.data.template_kwargs, where)
+    if recipe.data.distill.written:
+        opening_of(target, recipe.data.distill, dict(recipe.data.template_kwargs))
+        return f"in process; the target writes {counted(recipe.data.distill.written, 'prompts')} first"
     return f"{len(servers)} answer the prompts" if servers else "in process"
 
 

@@ -111,7 +111,7 @@ def train_ranks(run: Run, accelerator: Accelerator, watch: Watch, only_distill: 
     with run.lock() if main else nullcontext():
         distill(run, all_ranks())
         if only_distill:
-            if not run.recipe.data.distill.prompts:
+            if not run.recipe.data.distill.asks:
                 raise ConfigError(f"--only-distill: {NO_PROMPTS}")
             return
         if on_main(begin):

@@ -38,6 +38,8 @@ def files_of_training(head: Path | None) -> set[Path]:
             data = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]
             sources = [*(data.get("sources") or []), *((data.get("distill") or {}).get("prompts") or [])]
             found = {_whole(source["path"]) for source in sources if source.get("path")}
+            if (written := run / "data" / "written.jsonl").is_file():  # prompts that the target wrote itself
+                found.add(written.resolve())
     return found
 
 

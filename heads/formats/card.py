@@ -159,6 +159,8 @@ def _data(side: dict[str, Any]) -> str:
     lines = [f"- {_source(source)}" for source in data.get("sources") or []]
     prompts = (data.get("distill") or {}).get("prompts") or []
     lines += [f"- answers of the target itself to {_source(source)}" for source in prompts]
+    if isinstance(written := (data.get("distill") or {}).get("written"), int) and written > 0:
+        lines.append(f"- answers of the target itself to {counted(written, 'prompts', ',')} that it wrote, at most")
     found, trained = rest.get("data") or {}, rest.get("training") or {}
     facts = [
         counted(found[key], said, ",")

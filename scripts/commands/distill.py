@@ -9,7 +9,8 @@ from headstart.heads.counting import counted
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Answer the recipe's prompts with the target.
 
-    The prompts are those of data.distill.prompts. A stopped run continues. Several GPUs:
+    The prompts are those of data.distill.prompts, and data.distill.written ones that the target writes itself first.
+    A stopped run continues. Several GPUs:
     accelerate launch -m headstart.train RECIPE --only-distill.
     """
     with command_body(json, "distill") as console:

@@ -159,7 +159,7 @@ def _look(data: DataConfig, target: Target | None) -> str:
     if target is None or not files:
         return "; ".join(held)
     samples, report = tokenize(load_conversations(files), target.tokenizer, data, target.stop_token_ids)
-    if not samples and not data.distill.prompts:
+    if not samples and not data.distill.asks:
         raise DataError("none of the first records can be trained on\n" + "\n".join(report.lines()))
     reasons = "; ".join(sorted(report.dropped, key=lambda reason: -len(report.dropped[reason]))[:3])
     left = f", {report.dropped_count} of them dropped ({reasons}; headstart inspect says where)" if reasons else ""

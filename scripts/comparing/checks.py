@@ -112,7 +112,7 @@ class Checks:
             refuse_measuring(recipe, self.work.measure, name, target)
         self._read_files(recipe)
         run = Run(recipe, Console(silent=True), target)
-        known = not recipe.data.distill.prompts or run.distilled_path.is_file()
+        known = not recipe.data.distill.asks or run.distilled_path.is_file()
         if known:
             self._data.give(run)
             if recipe.data.features == "auto":

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from headstart import identity
@@ -20,6 +20,7 @@ from headstart.heads.files import sha256_text
 from headstart.heads.targets.target import Target
 from headstart.pipeline.data import counted_samples, prepare
 from headstart.pipeline.distill import distill
+from headstart.pipeline.inputs import distilling
 from headstart.pipeline.run import Run
 from headstart.recipes.schema import Recipe
 from headstart.train.stream import PackStream
@@ -80,7 +81,7 @@ def with_steps(cell: Cell, run: Run) -> Cell:
 
 def answers_key(recipe: Recipe) -> str:
     """What the answers to a recipe's prompts depend on, whatever the seed: a name for the folder of these answers."""
-    settings = identity.without(asdict(recipe.data.distill), "weight", "cut_answers")
+    settings = identity.without(distilling(recipe.data.distill), "weight", "cut_answers")
     inputs = [identity.of_target(recipe.target), settings, recipe.data.template_kwargs]
     return sha256_text(json.dumps(inputs, sort_keys=True, default=str))[:12]
 
@@ -90,7 +91,7 @@ def unanswered(work: Work) -> dict[str, list[Cell]]:
     groups: dict[str, list[Cell]] = {}
     for cell in work.cells:
         recipe = work.recipe(cell)
-        if recipe.data.distill.prompts:
+        if recipe.data.distill.asks:
             groups.setdefault(answers_key(recipe), []).append(cell)
     return groups
 

@@ -13,7 +13,7 @@ from headstart.comparing.config import INTERVAL, SPEED
 from headstart.comparing.work import COST, Failures, reports_of
 from headstart.console import Console
 from headstart.eval.measuring.report import Report
-from headstart.heads.counting import noun_of
+from headstart.heads.counting import counted, noun_of
 from headstart.heads.files import read_json, write_json
 from headstart.heads.published import published
 from headstart.heads.published_names import name_of_data
@@ -149,7 +149,9 @@ def data_of(work: Work, cell: Cell) -> list[str]:
     data = work.recipe(cell).data
     named = [str(source.path or source.dataset) for source in data.sources]
     asked = [f"answers to {name_of_data(str(s.path or s.dataset))}" for s in data.distill.prompts]
-    return [*map(name_of_data, named), *asked]
+    written = data.distill.written
+    own = [f"answers to {counted(written, 'prompts', ',')} of the target itself, at most"] if written else []
+    return [*map(name_of_data, named), *asked, *own]
 
 
 def add_gains(rows: list[dict[str, Any]], sets: Sequence[str]) -> None:

@@ -35,11 +35,11 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
     if run.prepared is None:
         recipe, say = run.recipe, run.console.say
         weight, config = recipe.data.distill.weight, replace(recipe.data, duplicates=run.inputs.duplicates)
-        distilled = [SourceConfig(path=str(run.distilled_path), weight=weight)] if recipe.data.distill.prompts else []
+        distilled = [SourceConfig(path=str(run.distilled_path), weight=weight)] if recipe.data.distill.asks else []
         if distilled and not run.distilled_path.is_file():
             raise DataError(
-                f"{run.distilled_path}: no such file: the recipe's prompts (data.distill.prompts) were not "
-                "answered in this run. If the run was made with other overrides, give them again, or give "
+                f"{run.distilled_path}: no such file: the recipe's prompts (data.distill.prompts, written) "
+                "were not answered in this run. If the run was made with other overrides, give them again, or give "
                 f"{run.dir / 'recipe.yaml'}, which has them, as the recipe. Otherwise run `headstart distill` with "
                 "the same arguments first"
             )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.data.choosing.asked import read_prompts
+from headstart.data.config import DistillConfig, SourceConfig
 from headstart.data.distilling import distill as distillation
 from headstart.data.distilling.answer_file import parts_of, skipped_of
 from headstart.data.distilling.answering import Answerer, OwnForward
+from headstart.data.distilling.writing_prompts import ID, Written, tries_of, write_prompts
 from headstart.data.prompts import Prompt
 from headstart.data.ranks import ALONE, Ranks, portable
 from headstart.data.serving.answerer import ServerAnswerer
@@ -22,7 +24,10 @@ from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.run import Run
 from headstart.refusals import require_decoding
 
-NO_PROMPTS = "data.distill.prompts is empty: set data.distill.prompts=[{path: prompts.jsonl}]"
+NO_PROMPTS = (
+    "data.distill.prompts is empty: set data.distill.prompts=[{path: prompts.jsonl}], or data.distill.written=20000, "
+    "so that the target writes prompts itself"
+)
 
 
 def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
@@ -31,7 +36,7 @@ def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
     Args: ranks: the processes of a launch. Each answers a share of the prompts, with a target of its own, unless
         servers answer. All must call this function. Only the first one gets the result.
     """
-    if not run.recipe.data.distill.prompts:
+    if not run.recipe.data.distill.asks:
         return None
     if ranks.rank > 0:
         told = ranks.gather(None)[0]
@@ -40,7 +45,7 @@ def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
         if told:
             _answer(run, no_begin, ranks, _asked(run))
         return None
-    path, begun = run.distilled_path, False
+    path, tries, begun = run.distilled_path, tries_of(run.written_path), False
 
     def work(begin: Begin) -> dict[str, Any]:
         nonlocal begun
@@ -58,7 +63,7 @@ def distill(run: Run, ranks: Ranks = ALONE) -> dict[str, Any] | None:
             run.inputs.distill,
             [path],
             work,
-            leftovers=[skipped_of(path), parts_of(path), unasked_of(path)],
+            leftovers=[skipped_of(path), parts_of(path), unasked_of(path), run.written_path, tries, parts_of(tries)],
             lasting=kept,
             extends=True,
         )
@@ -81,16 +86,15 @@ def _check(run: Run) -> None:
         require_decoding(run.target, run.feature_spec(), run.recipe.export.force)
 
 
-def _in_process(run: Run) -> tuple[Target, Answerer]:
-    """The target, and the decode engine, or the target's own forward where the engine does not cover it."""
-    target, config = run.target, run.recipe.data.distill
+def _in_process(run: Run, target: Target, config: DistillConfig, what: str = "distill") -> Answerer:
+    """The decode engine, or the target's own forward where the engine does not cover it."""
     if run.recipe.target.parallel == "device_map":  # the engine's buffers lie on one device
-        return target, OwnForward(target, config)
+        return OwnForward(target, config)
     try:
-        return target, EngineAnswerer(target, config)
+        return EngineAnswerer(target, config)
     except TargetError as reason:
-        run.console.say(f"distill: batch by batch, by the target's own forward: {reason}")
-        return target, OwnForward(target, config)
+        run.console.say(f"{what}: batch by batch, by the target's own forward: {reason}")
+        return OwnForward(target, config)
 
 
 def _through_servers(run: Run) -> tuple[Target, Answerer]:
@@ -108,18 +112,49 @@ def _asked(run: Run) -> tuple[list[Prompt], Rejects]:
     prompts = read_prompts(run.recipe.data.distill.prompts, rejects=rejects, seed=run.recipe.seed, say=told.append)
     for line in (*rejects.lines(), *told):
         run.console.say(f"distill: {line}")
-    if not prompts:
+    config = run.recipe.data.distill
+    if config.prompts and not prompts:
         raise DataError("data.distill.prompts: found no prompts, expected at least one: check the path of each source")
+    taken = next((prompt for prompt in prompts if config.written and prompt.id.startswith(ID)), None)
+    if taken is not None:
+        raise DataError(
+            f"{taken.where}: id: found {taken.id!r}, expected none that begins with {ID!r}, as those of the prompts do "
+            "that the target writes (data.distill.written): give it another id"
+        )
     return prompts, rejects
+
+
+def _written(run: Run, ranks: Ranks) -> Written:
+    """The prompts that the target writes itself."""
+    data, what = run.recipe.data, "writing prompts"
+    with run.console.progress(what, "tries", first="the first ones take longer:") as advance:
+        written = write_prompts(
+            run.target,
+            data.distill,
+            run.written_path,
+            run.recipe.seed,
+            advance,
+            dict(data.template_kwargs),
+            lambda target, config: _in_process(run, target, config, what),
+            ranks,
+        )
+    run.console.say(f"distill: {written.line()}")
+    return written
 
 
 def _answer(run: Run, begin: Begin, ranks: Ranks, asked: tuple[list[Prompt], Rejects]) -> dict[str, Any]:
     data, (prompts, rejects) = run.recipe.data, asked
-    target, answerer = _through_servers(run) if data.distill.servers else _in_process(run)
+    if data.distill.servers:
+        target, answerer = _through_servers(run)
+    else:
+        target, answerer = run.target, _in_process(run, run.target, data.distill)
     done = total = 0
     if ranks.rank == 0:
         run.claim(begin, trains=False)
         rejects.write(run.distilled_path.with_name(run.distilled_path.name + ".rejects.jsonl"))
+    written = _written(run, ranks) if data.distill.written else None
+    if written is not None:
+        prompts = [*prompts, *read_prompts([SourceConfig(path=str(written.path))])]
     with run.console.progress("distill", "answers", first="the first ones take longer:") as advance:
 
         def progress(count: int, out_of: int, message: str) -> None:
@@ -142,4 +177,5 @@ def _answer(run: Run, begin: Begin, ranks: Ranks, asked: tuple[list[Prompt], Rej
         run.console.say(f"distill: {answerer.decoder.slow}")
     with open(path, encoding="utf-8") as lines:
         answers = sum(1 for _ in lines)
-    return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": total - done}
+    result = {"path": str(path), "prompts": len(prompts), "answers": answers, "left": total - done}
+    return result if written is None else {**result, "written": written.as_dict()}

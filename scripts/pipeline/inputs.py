@@ -35,10 +35,14 @@ GUARDING = ("max_perplexity_rise", "guard_prompts", "guard_tokens")
 STORING = ("shard_tokens",)
 #: settings of `data.distill` that say how servers are asked
 ASKING = ("server_timeout", "server_tries", "server_patience")
+#: settings of `data.distill` that say how the target writes prompts
+WRITING = ("written", "written_temperature", "written_top_p", "written_max_tokens")
 #: settings of `data` that runs of an earlier version do not have: equal to their defaults, they are left out
 LATER = ("near_threshold", "most_repeats", "resampled_copies", "resampled_share")
 #: file of a run that holds the answers to the recipe's prompts
 DISTILLED = "data/distilled.jsonl"
+#: file of a run that holds the prompts that the target wrote itself
+WRITTEN_PROMPTS = "data/written.jsonl"
 
 
 class Inputs:
@@ -67,7 +71,7 @@ class Inputs:
             "sources": identity.of_sources(data.sources),
             "held_out": identity.of_sources(data.held_out),
             "exclude": identity.of_sources(data.exclude) or None,  # as in runs made before this setting
-            "distilled": self._distilled() if data.distill.prompts else None,
+            "distilled": self._distilled() if data.distill.asks else None,
             "distilled_weight": data.distill.weight,
             "cut_answers": None if data.distill.cut_answers == "keep" else data.distill.cut_answers,
             "split": rule_of(self.duplicates),
@@ -119,9 +123,15 @@ class Inputs:
         return values
 
 
+def distilling(config: DistillConfig) -> dict[str, Any]:
+    """The settings of distillation. Those of writing prompts count only where some are written, as in older runs."""
+    settings = dataclasses.asdict(config)
+    return settings if config.written else identity.without(settings, *WRITING)
+
+
 def _distilling(config: DistillConfig) -> dict[str, Any]:
     """The settings of distillation. Those of servers count only through servers: older runs have no value of them."""
-    settings = identity.without(dataclasses.asdict(config), "prompts", "weight", "cut_answers")
+    settings = identity.without(distilling(config), "prompts", "weight", "cut_answers")
     return settings if config.servers else identity.without(settings, "servers", "top_logprobs", *ASKING)
 
 

@@ -29,7 +29,7 @@ from headstart.heads.files import explain_disk, remove_leftovers, write_text
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.template_date import shown_date
-from headstart.pipeline.inputs import DISTILLED, Inputs
+from headstart.pipeline.inputs import DISTILLED, WRITTEN_PROMPTS, Inputs
 from headstart.pipeline.markers import Begin, Markers
 from headstart.recipes.load import to_yaml
 from headstart.recipes.schema import Recipe
@@ -162,6 +162,10 @@ class Run:
         return self.dir / DISTILLED
 
     @property
+    def written_path(self) -> Path:
+        return self.dir / WRITTEN_PROMPTS
+
+    @property
     def held_out_path(self) -> Path:
         return self.dir / "data" / "held_out.jsonl"
 
@@ -226,7 +230,7 @@ class Run:
             require_minhash()
         # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
         # step reads the files again. Rows of the Hub take long to read, so they are read here only before answering.
-        unanswered = bool(data.distill.prompts) and not self.distilled_path.is_file()
+        unanswered = data.distill.asks and not self.distilled_path.is_file()
         sources = (*data.sources, *data.held_out, *data.exclude)
         for _ in load_conversations([s for s in sources if unanswered or s.path is not None]):
             pass

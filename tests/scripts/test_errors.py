@@ -193,7 +193,7 @@ def test_an_export_that_cannot_be_leaves_the_one_that_is_there(
     wrong = headstart("export", recipe, *made, "export.engines=[tgi]")
     check(wrong, 2, "TGI does not serve eagle3")
     forgot = headstart("export", recipe, "export.engines=[sglang]")
-    check(forgot, 1, "prompts (data.distill.prompts) were not answered", str(tmp_path / "run/recipe.yaml"))
+    check(forgot, 1, "prompts (data.distill.prompts, written) were not answered", str(tmp_path / "run/recipe.yaml"))
     assert "loading target" not in wrong.err and not list(tmp_path.glob("run/previous/*"))
     assert sorted(path.name for path in (tmp_path / "run/export").iterdir()) == before
     assert "export: finished before" in headstart("export", recipe, *made).err

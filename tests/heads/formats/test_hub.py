@@ -220,7 +220,7 @@ def test_the_card_says_what_the_head_was_trained_on(exported: Path) -> None:
     side = json.loads((exported / "headstart.json").read_text())
     mine = {"path": "mine.jsonl", "limit": None, "sha256": "0123456789abcdef0123"}
     sources = [{"dataset": "some/chats", "limit": 500}, mine]
-    side["recipe"]["data"] = {"sources": sources, "distill": {"prompts": [{"path": "asked.jsonl"}]}}
+    side["recipe"]["data"] = {"sources": sources, "distill": {"prompts": [{"path": "asked.jsonl"}], "written": 2000}}
     side["provenance"] |= {
         "data": {"samples": 1234, "supervised_tokens": 56789},
         "training": {"step": 60, "supervised_tokens": 170367},
@@ -229,6 +229,7 @@ def test_the_card_says_what_the_head_was_trained_on(exported: Path) -> None:
     chats = "- [some/chats](https://huggingface.co/datasets/some/chats) (first 500)\n"
     assert f"{chats}- own data (sha256 `0123456789abcdef`)\n" in card
     assert "- answers of the target itself to own data\n" in card and ".jsonl`" not in card
+    assert "- answers of the target itself to 2,000 prompts that it wrote, at most\n" in card
     assert "1,234 conversations; 56,789 supervised tokens in them; 170,367 supervised tokens seen in 60 steps." in card
     assert "![acceptance](acceptance.png)" in card
     assert "trtllm-serve someone/tiny-llama --backend pytorch" in card

@@ -23,8 +23,8 @@ def run_of(path: Path, said: list[str], **settings: Any) -> Any:
 
     markers, inputs = SimpleNamespace(do=do), SimpleNamespace(distill={})
     out, console = path.parent / "distilled.jsonl", SimpleNamespace(say=said.append)
-    run = SimpleNamespace(recipe=recipe, markers=markers, inputs=inputs, distilled_path=out, console=console)
-    return cast(Any, run)
+    places = {"distilled_path": out, "written_path": path.parent / "written.jsonl"}
+    return cast(Any, SimpleNamespace(recipe=recipe, markers=markers, inputs=inputs, console=console, **places))
 
 
 @pytest.mark.parametrize("settings", [{}, {"servers": [ServerConfig("http://127.0.0.1:1")]}])

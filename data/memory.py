@@ -20,7 +20,7 @@ from headstart.heads.targets.target import Target, length_groups
 from headstart.heads.transfer import to_device
 
 #: part of the free device memory that features may take; head, optimiser and activations need the rest
-MEMORY_SHARE = 0.6
+MEMORY_SHARE = 0.8
 
 
 class MemoryFeatures(FeatureSource):

@@ -59,16 +59,17 @@ class Family(NamedTuple):
     files: HeadFiles
 
 
+#: by the τ that each reached on SmolLM2 (docs/choosing.md), the highest first; the last three trained too short to rank
 FAMILIES: dict[str, Family] = {
-    "medusa": Family("medusa", MEDUSA, MedusaConfig, MedusaHead, MedusaFiles()),
-    "hydra": Family("hydra", HYDRA, HydraConfig, HydraHead, HydraFiles()),
-    "eagle": Family("eagle", EAGLE, EagleConfig, EagleHead, EagleFiles()),
     "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
-    "peagle": Family("peagle", PEAGLE, PEagleConfig, PEagleHead, PEagleFiles()),
-    "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
-    "dflash2": Family("dflash2", DFLASH2, DFlash2Config, DFlash2Head, DFlash2Files()),
     "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),
+    "eagle": Family("eagle", EAGLE, EagleConfig, EagleHead, EagleFiles()),
+    "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
+    "peagle": Family("peagle", PEAGLE, PEagleConfig, PEagleHead, PEagleFiles()),
+    "hydra": Family("hydra", HYDRA, HydraConfig, HydraHead, HydraFiles()),
+    "medusa": Family("medusa", MEDUSA, MedusaConfig, MedusaHead, MedusaFiles()),
     "domino": Family("domino", DOMINO, DominoConfig, DominoHead, DominoFiles()),
+    "dflash2": Family("dflash2", DFLASH2, DFlash2Config, DFlash2Head, DFlash2Files()),
     "jetspec": Family("jetspec", JETSPEC, JetSpecConfig, JetSpecHead, JetSpecFiles()),
 }
 

@@ -52,7 +52,8 @@ SIZES = {
     ),
     # D 576, 9 heads and 3 KV heads of 64, MLP 1536: fc 2D·D, q and o D·D, k v D·192, one norm; the rest is shared
     "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
-    "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
+    # k v are as wide as q, MLP 3072, a norm for each of three streams
+    "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 576 + 576**2 + 3 * 576 * 3072 + 32000 * 576 + 7 * 576,
     # a norm over three streams
     "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 7 * 576,
     # EAGLE-3's layer, and further ones: q and o H·H, k v H·192, MLP, two norms; mask_hidden 3·D, the mask token's H.

@@ -448,7 +448,7 @@ def test_another_speculator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_no_head_lists_what_is_readable(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="Readable: Medusa v1/v2, EAGLE-1/2, EAGLE-3"):
+    with pytest.raises(FormatError, match="Readable: EAGLE-3, SpecForge, DSpark, EAGLE-1/2"):
         load_head(write(tmp_path, LLAMA, {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}), DIMS)
 
 

@@ -137,8 +137,8 @@ def test_the_engine_answers_on_a_cpu_too(place: Path, whole: bytes, monkeypatch:
 
 def test_two_ranks_write_the_prompts_that_one_process_writes(place: Path) -> None:
     # a random model says what it says: at this temperature all tokens, its stop tokens too
-    often = ("data.distill.written_temperature=5.0", "data.distill.written_top_p=1.0", "data.distill.written_max_tokens=200")
-    words = ("data.distill.prompts=[]", "data.distill.written=4", *often)
+    often = ("written_temperature=5.0", "written_top_p=1.0", "written_max_tokens=200")
+    words = ("data.distill.prompts=[]", *(f"data.distill.{word}" for word in ("written=4", *often)))
     answer(place, "written-one", 1, *words)
     said = answer(place, "written-two", 2, *words)
     one, two = (place / name / "data" for name in ("written-one", "written-two"))

@@ -56,7 +56,7 @@ def test_a_pipe_gets_plain_lines_and_json_alone(headstart: Callable, recipe: Pat
 def test_ctrl_c_in_training(recipe: Path, tmp_path: Path, stops: int) -> None:
     """Once: the step is finished and saved. Twice: it ends now, and what was saved before stays."""
     words = command("train", recipe, "train.epochs=4000", "train.save_every=5", "train.tau_prompts=0")
-    written, code = in_terminal(words, stop_after="9 of", stops=stops)
+    written, code = in_terminal(words, stop_after=["9 of", "stopping after this step"][:stops])
     said = " ".join(lines_of(written))
     assert code == 130 and "Traceback" not in said
     assert "stopping after this step, then saving; Ctrl-C again to stop now" in said

@@ -14,16 +14,16 @@ from fcntl import ioctl
 
 
 def in_terminal(
-    work: Callable[[], object], columns: int = 80, stop_after: str = "", stops: int = 1,
+    work: Callable[[], object], columns: int = 80, stop_after: Sequence[str] = (),
     answers: Sequence[tuple[str, str]] = (),
 ) -> tuple[str, int]:  # fmt: skip
     """What a forked process that does `work` writes to a terminal of so many columns, and its exit code.
 
     Args:
-        stop_after: Ctrl-C is pressed, `stops` times, when this text was written.
+        stop_after: Ctrl-C is pressed once for each of these texts, when it was written, in this order.
         answers: (what the process asks, what is typed then), in this order.
     """
-    waiting = list(answers)
+    waiting, presses = list(answers), list(stop_after)
     process, terminal = pty.fork()
     if process == 0:
         code = 99
@@ -52,9 +52,9 @@ def in_terminal(
         written += piece
         if waiting and waiting[0][0].encode() in written:
             os.write(terminal, waiting.pop(0)[1].encode() + b"\r")
-        if stop_after and stop_after.encode() in written:
-            stop_after = ""
-            os.write(terminal, b"\x03" * stops)
+        if presses and presses[0].encode() in written:
+            presses.pop(0)
+            os.write(terminal, b"\x03")
     os.close(terminal)
     return written.decode(), os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 

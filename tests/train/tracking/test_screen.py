@@ -217,7 +217,7 @@ def clean_up_for_long() -> None:
 
 def test_ctrl_c_in_a_terminal_says_at_once_what_happens() -> None:
     began = time.monotonic()
-    written, code = in_terminal(clean_up_for_long, stop_after="begun")
+    written, code = in_terminal(clean_up_for_long, stop_after=["begun"])
     assert code == 130 and 2 < time.monotonic() - began < 40
     said = [line for line in lines_of(written) if line.startswith(("begun", "stopping", "cleaned"))]
     assert said == ["begun", "stopping: what is finished is kept; Ctrl-C again to stop now", "cleaned up"]

@@ -196,7 +196,7 @@ def token_matrices(head: Head) -> set[str]:
 
 
 def freeze_still_matrices(head: Head, config: TrainConfig) -> None:
-    """Under train.token_rate=0, no gradient is computed for the token matrices: they would not move by it."""
+    """Compute no gradient for the token matrices under train.token_rate=0, because they would not move by it."""
     if config.token_rate == 0:
         for name in token_matrices(head):
             head.get_parameter(name).requires_grad_(False)

@@ -15,6 +15,7 @@ import yaml
 
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json
+from headstart.pipeline.inputs import WRITTEN_PROMPTS
 
 #: most points of a curve in a report
 POINTS = 200
@@ -38,7 +39,7 @@ def files_of_training(head: Path | None) -> set[Path]:
             data = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]
             sources = [*(data.get("sources") or []), *((data.get("distill") or {}).get("prompts") or [])]
             found = {_whole(source["path"]) for source in sources if source.get("path")}
-            if (written := run / "data" / "written.jsonl").is_file():  # prompts that the target wrote itself
+            if (written := run / WRITTEN_PROMPTS).is_file():  # prompts that the target wrote itself
                 found.add(written.resolve())
     return found
 

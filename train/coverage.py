@@ -51,7 +51,7 @@ def measure_coverage(
     Args:
         source: of features. If it makes them live, the target runs.
         teacher: measures `mass` of a head with a draft vocabulary; None leaves it out.
-        first: looks at so many of the first samples alone, the originals of resampled copies; None = at all.
+        first: number of samples to choose from, the first ones: originals without resampled copies. None = all samples.
     Raises: TrainingError if none of ENOUGH_ROWS rows, or none at all, carries a loss.
     """
     order = np.random.default_rng(seed).permutation(len(source.lengths) if first is None else first).tolist()

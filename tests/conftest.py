@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent
 ROOMS = (
     "", "data", "data/serving", "eval", "eval/decoding", "eval/measuring", "eval/measuring/page", "eval/scheduling",
@@ -19,3 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 for name in "COLUMNS LINES NO_COLOR FORCE_COLOR CLICOLOR CLICOLOR_FORCE TTY_COMPATIBLE TTY_INTERACTIVE".split():
     os.environ.pop(name, None)
+
+
+@pytest.fixture
+def patient_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint waits until the one before it is written: which there are must not depend on the disk's speed."""
+    monkeypatch.setattr("headstart.train.checkpoints.writer.CheckpointWriter.free", lambda writer: writer.idle(60.0))

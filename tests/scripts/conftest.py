@@ -154,6 +154,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def checkpoints_when_due(patient_writer: None) -> None:
+    """Tests that stop a run count on its checkpoints."""
+
+
 @pytest.fixture
 def headstart(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -13,6 +13,5 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def patient_writer(monkeypatch):
-    """Which checkpoints exist must not depend on the speed of the disk."""
-    monkeypatch.setattr("headstart.train.checkpoints.writer.CheckpointWriter.free", lambda writer: writer.idle(60.0))
+def checkpoints_when_due(patient_writer):
+    """All tests of this room count on it."""

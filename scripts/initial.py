@@ -247,6 +247,7 @@ def fitted(chosen: Candidate, basics: Mapping[str, Any], found: Found, target: T
         if not hardware.gpus:  # the prompts that are left then do not train
             settings["data.distill.max_seconds"] = ANSWERING_ON_CPU_S
     settings["data.max_length"] = min(LONGEST, target.positions)
+    settings["data.pack_tokens"] = PACKS[0]  # shipped recipes say auto, which is no number to count packs with
     run = Run(recipe_of(chosen.base, settings), QUIET, target)
     settings["data.max_length"] = _max_length(found, run, target)
     run.recipe = recipe_of(chosen.base, settings)

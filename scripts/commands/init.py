@@ -143,7 +143,7 @@ def first_that_fits(
             say(f"head: {each.family} instead, which fits: {engines_in_words(each.engines)}")
         return each, made
     raise ConfigError(
-        f"--gpu: nothing fits. {refusals[0]} Or take a smaller --target, a larger card, or several: --gpu 8xH100"
+        f"--gpu: nothing fits. {str(refusals[0]).rstrip('.')}. Or take a smaller --target, a larger card, or several: --gpu 8xH100"
     )
 
 

@@ -170,6 +170,18 @@ def test_features_stay_on_a_card_that_has_room(
     assert recipe.data.pack_tokens == 16384 and recipe.head.depth == 7
 
 
+def test_a_shipped_recipe_s_auto_becomes_the_pack_that_suits_the_data(
+    headstart: Callable, tiny_target: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initial, "base_recipe", lambda family, target: f"smollm2-{family}")
+    options = ("--data", conversations, "--gpu", "24GB", "--head", "eagle", "--out", "one.yaml", "--json")
+    made = headstart("init", "--target", tiny_target, *options)
+    assert made.code == 0, made.err
+    assert made.json["inherit"] == "smollm2-eagle" and load_recipe("smollm2-eagle").data.pack_tokens == "auto"
+    assert loaded(tmp_path / "one.yaml").data.pack_tokens == 1024  # a few hundred tokens
+    assert headstart("plan", "one.yaml", "--gpus", "1", "--gpu-memory", "22.4").code == 0
+
+
 @pytest.mark.slow
 def test_what_fits_nowhere_is_refused_and_nothing_is_written(
     headstart: Callable, target_8b: Path, conversations: Path, tmp_path: Path

@@ -142,8 +142,9 @@ def first_that_fits(
         if refusals:
             say(f"head: {each.family} instead, which fits: {engines_in_words(each.engines)}")
         return each, made
+    why = str(refusals[0]).rstrip(".")
     raise ConfigError(
-        f"--gpu: nothing fits. {str(refusals[0]).rstrip('.')}. Or take a smaller --target, a larger card, or several: --gpu 8xH100"
+        f"--gpu: nothing fits. {why}. Or take a smaller --target, a larger card, or several: --gpu 8xH100"
     )
 
 

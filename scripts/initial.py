@@ -62,6 +62,8 @@ CPU: dict[str, Any] = {
     "eval.limit": 12, "eval.max_new_tokens": 128, "eval.tree.kind": "chain", "eval.tree.depth": 3,
     "tune.batch_sizes": [1, 4, 16],
 }  # fmt: skip
+#: on a CPU: EAGLE-3.1's norms as llama.cpp, which serves on a CPU, reads them
+ONE_NORM: dict[str, Any] = {"head.fc_norm": "concat", "head.norm_output": False}
 QUIET = Console(silent=True)
 
 
@@ -142,7 +144,7 @@ class Candidate:
 
     Attributes:
         base: the shipped recipe that the new one builds on.
-        settings: by dotted key, where the target needs other ones than the shipped recipe has.
+        settings: by dotted key, where target or hardware need other ones than the shipped recipe has.
         engines: keys of the engines that load it for this target.
     """
 
@@ -177,7 +179,10 @@ def candidates(settings: Mapping[str, Any], target: Target) -> tuple[list[Candid
     for family in FAMILIES:
         base = base_recipe(family, target.config.name)
         try:
-            own = _small_vocabulary(recipe_of(base, settings), target)
+            recipe = recipe_of(base, settings)
+            own = _small_vocabulary(recipe, target)
+            if recipe.target.device == "cpu" and vars(recipe.head).get("fc_norm") == "stream":
+                own |= ONE_NORM
             recipe = recipe_of(base, {**settings, **own})
             refuse_ahead(recipe, target)
             head = planned_head(recipe, target)
@@ -238,7 +243,7 @@ def fitted(chosen: Candidate, basics: Mapping[str, Any], found: Found, target: T
     ranks = hardware.gpus or 1
     launch = Launch(gpus=ranks, gpu_memory=hardware.gib, samples=found.count if found.config.dataset else None)
     basic = recipe_of(chosen.base, {**basics, **chosen.settings})
-    settings = {**basics, "head.type": chosen.family, **_of_head(basic, hardware)}
+    settings = {**basics, "head.type": chosen.family, **chosen.settings, **_of_head(basic, hardware)}
     if basic.train.warmup_steps is not None:  # as many as the paper's data need: a share suits any amount
         settings["train.warmup_steps"] = None
     if not found.answered:

@@ -58,14 +58,14 @@ def _eagle3(case: Case) -> None:
     layout = Eagle3Layout(1, "input_layernorm", False, fc_norm)
     case.match(layout.tensors(REFUSES), sizes)
     if fc_norm == "stream":
-        case.refuse("fc_norm: it has one norm over all streams (norm_before_fc), not one for each")
+        case.refuse("fc_norm: it has one norm over all streams, not one for each: train with head.fc_norm=concat")
     known = {rule.name for rule in layout.tensors(REFUSES)} | {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
     if odd := [extra for extra in case.unexplained(known) if not extra.endswith(".bias") or case.nonzero(extra)]:
         case.refuse(f"{some(odd)}: its EAGLE-3 graph reads no such tensor")
     if (rope := rope_parameters(config, "config.json"))["rope_type"] not in ROPES:
         case.refuse(f"rope_type is {rope['rope_type']!r}, expected one of {', '.join(ROPES)}")
     if config.get("norm_output"):
-        case.misread("norm_output is true: the un-normed state goes into the next step")
+        case.misread("the un-normed state goes into the next step: train with head.norm_output=false")
     check_lm_head(case, sizes, LOADS if sizes["U"] == sizes["V"] else WRONG, "the target's is taken")
     check_draft_map(case, sizes)
     check_own_embeddings(case, sizes)

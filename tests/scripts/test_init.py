@@ -95,6 +95,22 @@ def test_a_layer_that_cannot_be_copied_is_not_started_from(
     assert recipe.head.type == "eagle3" and recipe.head.start_layers is None
 
 
+def test_on_a_cpu_the_norms_are_those_that_llama_cpp_reads(
+    tiny_target: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """smollm2-eagle3 norms each stream by itself, which no engine reads that serves on a CPU."""
+    monkeypatch.setattr(initial, "base_recipe", lambda family, target: "smollm2-eagle3")
+    monkeypatch.setattr(initial, "FAMILIES", {"eagle3": initial.FAMILIES["eagle3"]})
+    settings = {"target.name": str(tiny_target), "data.sources": [{"path": str(conversations)}],
+                "data.distill.prompts": [], "head.num_key_value_heads": None}  # fmt: skip
+    target = weightless_target(TargetConfig(name=str(tiny_target), device="cpu"))
+    (on_cpu,), _ = initial.candidates({**settings, "target.device": "cpu"}, target)
+    assert on_cpu.settings["head.fc_norm"] == "concat" and on_cpu.settings["head.norm_output"] is False
+    (on_gpu,), _ = initial.candidates(settings, target)
+    assert "head.fc_norm" not in on_gpu.settings
+    assert set(on_cpu.engines) - set(on_gpu.engines) == {"llama_cpp"}
+
+
 def test_a_head_whose_features_are_normed_starts_at_random(tiny_target: Path, conversations: Path) -> None:
     data = [{"path": str(conversations)}]
     of_target = {"target.name": str(tiny_target), "data.sources": data, "head.draft_vocab_size": 0}

@@ -1,4 +1,4 @@
-"""Validation on held-out packs: the loss, the head's metrics, walked and measured acceptance length."""
+"""Validation on held-out packs: the loss, the head's metrics, walked and measured accepted length."""
 
 from __future__ import annotations
 

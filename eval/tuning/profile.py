@@ -1,4 +1,4 @@
-"""Acceptance profiles: from one run with a large tree, the acceptance length of every smaller tree of its kind.
+"""Acceptance profiles: from one run with a large tree, the accepted length of every smaller tree of its kind.
 
 A run tells, for each of its cycles, what a smaller tree would have accepted. A shorter chain is a prefix of the longest
 one. A smaller dynamic tree, or tree over marginals, keeps the candidates with the best scores, and a parent's score is

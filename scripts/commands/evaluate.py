@@ -42,7 +42,7 @@ def command(
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Measure acceptance length τ and speed-up of a head.
+    """Measure accepted length τ and speed-up of a head.
 
     With a RECIPE, its trained head is measured; with --head, --target and --data, any head. `--target T --data FILE
     eval.drafter=ngram` measures the drafter that needs no training. `eval.synthetic_acceptance=0.8` shows what a head

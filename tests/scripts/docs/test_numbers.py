@@ -151,8 +151,8 @@ CHOICE = {
     "| Hydra |": ("hydra", "chain4"),
     "| Medusa-1, low rank": ("medusa", "chain4"),
     "| EAGLE-3, normed features, Muon, output near": ("eagle3", "chain5"),
-    "| EAGLE-3, normed features, Muon (14,433 half steps)": ("eagle3", "chain5"),
-    "| EAGLE-3 (5,325 steps)": ("eagle3", "chain5"),
+    "| EAGLE-3, normed features, Muon (14,433 steps": ("eagle3", "chain5"),
+    "| EAGLE-3 as published (5,325 steps": ("eagle3", "chain5"),
     "| EAGLE-1 (9,250 steps)": ("eagle", "chain5"),
 }
 

@@ -156,7 +156,7 @@ class DistillConfig:
     written: int = 0
     #: Sampling temperature of the prompts that it writes, above 0.
     written_temperature: float = 1.0
-    #: They are sampled from the smallest set of tokens whose probability reaches this; 1 keeps all.
+    #: Its prompts are sampled from the smallest set of tokens whose probability reaches this; 1 keeps all.
     written_top_p: float = 0.95
     #: Most tokens of a prompt that it writes. A longer one is cut, and left out.
     written_max_tokens: int = 256

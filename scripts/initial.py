@@ -296,7 +296,7 @@ def _started(settings: Mapping[str, Any], base: str, target: Target) -> dict[str
     head = vars(recipe_of(base, settings).head)
     if head.get("start_layers", ()) is not None:  # it has no such setting, or has chosen
         return {}
-    if head.get("fc_norm", "none") != "none":  # they learn faster from random weights then
+    if head.get("fc_norm", "none") != "none":  # with Muon they then learn faster from random weights
         return {}
     change = {"head.start_layers": list(range(-head.get("layers", 1), 0))}
     try:

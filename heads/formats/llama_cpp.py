@@ -65,7 +65,7 @@ def _eagle3(case: Case) -> None:
     if (rope := rope_parameters(config, "config.json"))["rope_type"] not in ROPES:
         case.refuse(f"rope_type is {rope['rope_type']!r}, expected one of {', '.join(ROPES)}")
     if config.get("norm_output"):
-        case.misread("the un-normed state goes into the next step: train with head.norm_output=false")
+        case.misread("norm_output: the un-normed state goes into the next step; train with head.norm_output=false")
     check_lm_head(case, sizes, LOADS if sizes["U"] == sizes["V"] else WRONG, "the target's is taken")
     check_draft_map(case, sizes)
     check_own_embeddings(case, sizes)

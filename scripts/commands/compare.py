@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.commands.common import Json, Overrides, command_body
+from headstart.commands.common import Json, command_body
 from headstart.console import Console
 from headstart.heads.counting import counted
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def command(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file, or the name of a shipped comparison.")],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. budget.seconds=75")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--plan", help="Print the cells, their time and memory, and leave.")
     ] = False,

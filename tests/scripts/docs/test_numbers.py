@@ -169,6 +169,13 @@ def test_the_choice_of_heads_names_measured_lengths(begins: str) -> None:
         assert cell in told, (begins, prompts, told)
 
 
+def test_the_rules_of_thumb_name_measured_numbers() -> None:
+    page = (ROOT / "docs/choosing.md").read_text().split("## Three rules of thumb")[1].split("\n## ")[0]
+    numbers = set(re.findall(r"(?<![\d.])\d\.\d\d(?!\d)", page))
+    measured = (ROOT / "docs/results/README.md").read_text()
+    assert len(numbers) >= 12 and not {number for number in numbers if number not in measured}
+
+
 @pytest.mark.parametrize(
     ("begins", "head"), [("| EAGLE-3 | 1", "eagle3"), ("| DSpark | 1", "dspark"), ("| Medusa-1 | 0", "medusa")]
 )

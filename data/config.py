@@ -160,7 +160,7 @@ class DistillConfig:
     written_top_p: float = 0.95
     #: Most tokens of a prompt that it writes. A longer one is cut, and left out.
     written_max_tokens: int = 256
-    #: OpenAI-compatible servers that answer them: [{url: http://host:8000/v1}]. An empty list answers in process.
+    #: OpenAI-compatible servers that answer the prompts: [{url: http://host:8000/v1}]. Empty: in process.
     servers: list[ServerConfig] = field(default_factory=list)
     #: Most tokens of an answer. A longer one is cut (finish_reason "length").
     max_new_tokens: int = 256

@@ -30,6 +30,7 @@ from headstart.heads.formats.eagle_rules import (
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.gguf_file import GGUF, ROPES, write_gguf
 from headstart.heads.formats.handling import LOADS, REFUSES, WRONG, Case
+from headstart.heads.repository import is_repository
 
 VERSION = "llama.cpp 0c1e570"
 #: field of config.json that names the GGUF file
@@ -86,7 +87,9 @@ def _launch(launch: Launch) -> str:
     target = f"{Path(launch.target).name}.gguf"
     words = ["llama-server", "-m", target, "-md", f"{launch.head}/{GGUF}", "--spec-type", "draft-eagle3"]
     words += ["--spec-draft-n-max", str(launch.tokens), *launch.limit("-c")]
-    convert = shlex.join(["python", "convert_hf_to_gguf.py", launch.target, "--outfile", target])
+    on_hub = is_repository(launch.target) and not Path(launch.target).is_dir()
+    remote = ["--remote"] if on_hub else []  # else it takes the name for a directory
+    convert = shlex.join(["python", "convert_hf_to_gguf.py", *remote, launch.target, "--outfile", target])
     return f"# the target as GGUF: {convert}\n{shlex.join(words)}"
 
 

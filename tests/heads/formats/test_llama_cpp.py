@@ -149,9 +149,12 @@ def test_the_launch_command_converts_the_target_and_names_the_file(tmp_path: Pat
     side = {**notes(tmp_path), "config": {**notes(tmp_path)["config"], "depth": 3}}
     lines = launch_commands("dir/my head", side, ["llama_cpp"])["llama_cpp"].splitlines()
     assert lines == [
-        "# the target as GGUF: python convert_hf_to_gguf.py user/target --outfile target.gguf",
+        "# the target as GGUF: python convert_hf_to_gguf.py --remote user/target --outfile target.gguf",
         "llama-server -m target.gguf -md 'dir/my head/eagle3.gguf' --spec-type draft-eagle3 --spec-draft-n-max 3",
     ]
+    local = {**side, "target": {"name": "/models/target"}}
+    lines = launch_commands("head", local, ["llama_cpp"])["llama_cpp"].splitlines()
+    assert lines[0] == "# the target as GGUF: python convert_hf_to_gguf.py TARGET --outfile TARGET.gguf"  # a directory
 
 
 def test_what_its_graph_lacks_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class HeadDims:
             return self
         if count < 1 or self.num_heads % count:
             raise ConfigError(
-                f"head.num_key_value_heads: found {count}, expected a divisor of the {self.num_heads} query heads"
+                f"head.num_key_value_heads: found {count}, expected a divisor of the {self.num_heads} query heads "
+                "of the target: set another, or null for the target's own number"
             )
         return replace(self, num_kv_heads=count)
 

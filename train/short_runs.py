@@ -1,6 +1,6 @@
 """Refuses a run that has too few steps for what its settings ask.
 
-A run that only a clock ends makes nobody knows how many steps: of such a run nothing is refused here.
+Nobody knows how many steps a run makes that only a clock ends, so nothing is refused there.
 """
 
 from __future__ import annotations

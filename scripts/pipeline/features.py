@@ -14,7 +14,7 @@ from headstart.pipeline.data import counted_samples, prepare
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.resampling import samples_with_copies
 from headstart.pipeline.run import Run
-from headstart.pipeline.steps import require_steps
+from headstart.pipeline.run_length import require_steps
 
 
 def store_features(run: Run) -> None:

@@ -33,7 +33,7 @@ from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.placeholder import keep_placeholder, settled_config
 from headstart.pipeline.resampling import make_copies, samples_with_copies
 from headstart.pipeline.run import Run
-from headstart.pipeline.steps import require_steps
+from headstart.pipeline.run_length import require_steps
 from headstart.refusals import require_decoding
 from headstart.saved_heads import continued_head
 from headstart.sigterm import stop_soon

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import ConfigError
 from headstart.heads.targets.load import with_attention
 from headstart.heads.targets.locate import text_decoder
 from headstart.heads.targets.sizes import (
@@ -164,3 +166,11 @@ def test_equal_numbers_of_experts_of_all_layers_are_one_number() -> None:
     assert experts_per_token(model) == 2
     config.moe_topk = [2, 4]
     assert experts_per_token(model) is None
+
+
+def test_key_heads_that_do_not_divide_the_query_heads_are_refused_with_the_remedy() -> None:
+    config = json.loads((CONFIGS / "Llama-3.1-8B-Instruct.json").read_text())
+    dims = HeadDims.from_hf_config(AutoConfig.for_model(**config))
+    assert dims.with_key_heads(16).num_kv_heads == 16 and dims.with_key_heads(None) == dims
+    with pytest.raises(ConfigError, match="found 9, expected a divisor of the 32 .*, or null for"):
+        dims.with_key_heads(9)

@@ -170,7 +170,7 @@ def base_recipe(family: str, target: str) -> str:
 def candidates(settings: Mapping[str, Any], target: Target) -> tuple[list[Candidate], dict[str, str]]:
     """(heads that can be trained and decoded for the target; family → why not).
 
-    Those that most engines serve come first; of those that as many serve, the one first in FAMILIES.
+    Those that most engines serve come first, and where equally many do, those that stand first in FAMILIES.
 
     Args: settings: of target and data, by dotted key.
     Raises: ConfigError where there is none.

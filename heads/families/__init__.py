@@ -59,8 +59,8 @@ class Family(NamedTuple):
     files: HeadFiles
 
 
-#: `headstart init` prefers an earlier one where as many engines load it. The order is that of the τ measured on SmolLM2
-#: (docs/choosing.md), the highest first; the last three were trained too briefly to rank.
+#: Of heads that equally many engines load, `headstart init` prefers the earlier one. The order is that of the τ
+#: measured on SmolLM2 (docs/choosing.md), the highest first; the last three were trained too briefly to rank.
 FAMILIES: dict[str, Family] = {
     "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
     "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),

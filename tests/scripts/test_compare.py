@@ -320,6 +320,16 @@ def test_the_front_and_gains() -> None:
     assert [row.get("gain_a") for row in rows] == [-0.5, None, pytest.approx(-0.1), None, 0.5]
 
 
+def test_of_several_baselines_that_of_the_recipe_is_compared_with() -> None:
+    tau = {"m": 1.0, "m-muon": 1.25, "e": 2.0, "e-muon": 2.5, "other": 3.0}
+    rows = [
+        {"cell": name, "tau_a": of, "baseline": name in ("m", "e"), "seed": 0, "recipe": name[0]}
+        for name, of in tau.items()
+    ]
+    add_gains(rows, ["a"])
+    assert [row.get("gain_a") for row in rows] == [None, 0.25, None, 0.5, 2.0]
+
+
 def test_a_task_does_not_take_the_key_of_a_set() -> None:
     part = SimpleNamespace(tau=2.0, tau_ci95=[1.0, 3.0])
     report = SimpleNamespace(tasks={"mix": part, "code x": part}, total=SimpleNamespace(tau=4.0, tau_ci95=[3.0, 5.0]))

@@ -15,8 +15,9 @@ import yaml
 
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json
-from headstart.pipeline.inputs import WRITTEN_PROMPTS
 
+#: file of a run that holds the prompts that the target wrote itself
+WRITTEN_PROMPTS = "data/written.jsonl"
 #: most points of a curve in a report
 POINTS = 200
 #: most curves: those of deeper terms are left out

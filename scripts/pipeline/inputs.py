@@ -41,8 +41,6 @@ WRITING = ("written", "written_temperature", "written_top_p", "written_max_token
 LATER = ("near_threshold", "most_repeats", "resampled_copies", "resampled_share")
 #: file of a run that holds the answers to the recipe's prompts
 DISTILLED = "data/distilled.jsonl"
-#: file of a run that holds the prompts that the target wrote itself
-WRITTEN_PROMPTS = "data/written.jsonl"
 
 
 class Inputs:

@@ -29,13 +29,14 @@ from headstart.heads.files import explain_disk, remove_leftovers, write_text
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.template_date import shown_date
-from headstart.pipeline.inputs import DISTILLED, WRITTEN_PROMPTS, Inputs
+from headstart.pipeline.inputs import DISTILLED, Inputs
 from headstart.pipeline.markers import Begin, Markers
 from headstart.recipes.load import to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
 from headstart.saved_heads import target_of_head
 from headstart.targets import loaded_target
+from headstart.training_record import WRITTEN_PROMPTS
 
 #: file of a run that holds the day on which it began
 TEMPLATE_DATE = "data/template_date"

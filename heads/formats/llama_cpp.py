@@ -49,7 +49,10 @@ def _eagle3(case: Case) -> None:
     config, name = case.config, case.config.get(FILE_FIELD)
     place = case.raw.directory
     if name != GGUF or (place.is_dir() and not (place / GGUF).is_file()):
-        case.refuse(f"reads GGUF, and there is no {GGUF}: export.engines=[llama_cpp] writes one")
+        how = "export.engines=[llama_cpp] writes one"
+        if fc_norm_of(config) == "stream" or config.get("norm_output"):
+            how = "its graph lacks the head's norms, so train with head.fc_norm=concat head.norm_output=false"
+        case.refuse(f"reads GGUF, and there is no {GGUF}: {how}")
         return
     layers = file_layers(case.names)
     sizes = check_layer(case, config, WRONG, layers)

@@ -137,6 +137,12 @@ def test_a_directory_without_the_file_is_refused(tmp_path: Path) -> None:
     for name in ("portable", "lost"):
         handling = check_directory(tmp_path / name, DIMS).engines["llama_cpp"]
         assert handling.refused == ["reads GGUF, and there is no eagle3.gguf: export.engines=[llama_cpp] writes one"]
+    held = json.loads((tmp_path / "lost/config.json").read_text())
+    for norm in ("fc_norm", "norm_output"):
+        (tmp_path / "lost/headstart.json").unlink(missing_ok=True)
+        (tmp_path / "lost/config.json").write_text(json.dumps({**held, norm: True}))
+        (said,) = check_directory(tmp_path / "lost", DIMS).engines["llama_cpp"].refused
+        assert said.endswith("train with head.fc_norm=concat head.norm_output=false")
 
 
 def test_a_target_whose_hidden_states_it_does_not_give_is_refused(tmp_path: Path) -> None:

@@ -320,8 +320,8 @@ def test_full_disk_loses_nothing_and_the_run_continues(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         patch.setattr(os, "rename", full)
-        check(headstart("run", recipe, "train.disk_wait=0.2"), 1, "the disk is full", "paused")
-    after = headstart("run", recipe, "train.disk_wait=0.2")
+        check(headstart("run", recipe, "train.disk_wait=1.5"), 1, "the disk is full", "paused")
+    after = headstart("run", recipe, "train.disk_wait=1.5")
     assert after.code == 0 and "distill: finished before" in after.err and (tmp_path / "run/head").is_dir()
 
 

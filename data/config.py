@@ -151,7 +151,7 @@ class DistillConfig:
 
     #: Prompts that the target answers before training; an empty list answers none.
     prompts: list[SourceConfig] = field(default_factory=list)
-    #: So many prompts the target writes itself before it answers: it continues its chat template's opening of a user's
+    #: How many prompts the target writes itself before it answers: it continues its chat template's opening of a user's
     #: message (Magpie). They join `prompts`; 0 writes none. Needs an instruct-tuned target that answers in process.
     written: int = 0
     #: Sampling temperature of the prompts that it writes, above 0.

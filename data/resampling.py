@@ -44,7 +44,7 @@ class Resampled:
         samples: the originals, then the first copy of each in the same order, then the second of each …
         copies: of every sample.
         tokens: tokens of all copies that could have been redrawn.
-        redrawn: tokens that were redrawn. changed: those of them that differ from the original since.
+        redrawn: tokens that were redrawn. changed: those of them that now differ from the original.
     """
 
     samples: list[Sample]

@@ -22,8 +22,8 @@ from headstart.data.ranks import ALONE, Ranks
 from headstart.data.samples import Sample, check_vocabulary
 from headstart.heads.batch import FeatureBatch
 
-#: of features that are made live, the target is asked about one token in so many, but about LEAST at least and MOST at
-#: most: it costs less than a twentieth of an epoch's passes
+#: where features are made live, the target is asked about one token in PART, at least about LEAST and at most about
+#: MOST tokens: that costs less than a twentieth of an epoch's passes
 PART, LEAST, MOST = 20, 4096, 1 << 18
 #: rows of a pack that is asked about
 PACK_TOKENS = 4096

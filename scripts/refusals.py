@@ -1,9 +1,7 @@
 """Asks, before any work starts, whether a later step would refuse the recipe or its target.
 
-Every question calls the check of the step itself, with a head on the meta device. The questions are: can the target be
-sharded, the head be built, a tuned target be measured, the longest texts be read, servers answer the prompts, the
-target be decoded, the head be saved and exported? `doctor` and `plan` ask them, and so does every command before its
-first step that is not done. No weights are needed.
+Every question (QUESTIONS) calls the check of the step itself, with a head on the meta device. `doctor` and `plan` ask
+them, and so does every command before its first step that is not done. No weights are needed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def check_steps(config: TrainConfig, stages: Stages) -> None:
             f"train.rounds: found {config.rounds}, expected {steps} at most: the run has no more steps (train.{by}), "
             "and every round needs one. Lower it, or train longer"
         )
-    first = config.eval_every * (config.patience + 1)  # the first validation finds the longest length at least once
+    first = config.eval_every * (config.patience + 1)  # the first validation is always the best so far
     if config.patience and first >= steps:
         raise ConfigError(
             f"train.patience: found {config.patience} with train.eval_every={config.eval_every}, which ends a run at "

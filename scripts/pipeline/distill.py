@@ -118,8 +118,8 @@ def _asked(run: Run) -> tuple[list[Prompt], Rejects]:
     taken = next((prompt for prompt in prompts if config.written and prompt.id.startswith(ID)), None)
     if taken is not None:
         raise DataError(
-            f"{taken.where}: id: found {taken.id!r}, expected none that begins with {ID!r}, as those of the prompts do "
-            "that the target writes (data.distill.written): give it another id"
+            f"{taken.where}: id: found {taken.id!r}, expected one that does not begin with {ID!r}: "
+            "ids of prompts that the target writes do (data.distill.written). Give it another id"
         )
     return prompts, rejects
 

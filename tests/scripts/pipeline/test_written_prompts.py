@@ -70,7 +70,7 @@ def test_written_prompts_join_those_of_files(headstart: Callable, recipe: Path, 
     assert names == {"p0", *(record["id"] for record in read(tmp_path / "run/data/written.jsonl"))} and len(names) == 4
     (tmp_path / "own.jsonl").write_text('{"id": "written-0", "prompt": "Hello"}\n')
     refused = headstart("distill", recipe, *words, f"run_dir={tmp_path}/other")
-    assert refused.code == 1 and "id: found 'written-0', expected none that begins with 'written-'" in refused.err
+    assert refused.code == 1 and "found 'written-0', expected one that does not begin with 'written-'" in refused.err
     assert not (tmp_path / "other/data").exists()
 
 

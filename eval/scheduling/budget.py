@@ -33,10 +33,10 @@ from headstart.eval.tree import Tree
 FIRST = 48
 #: cycles that draft at the beginning of a batch, and of a context in a batch of one, where so far no draft paid
 AGAIN = 2
-#: the first cycles are all learned from; of later ones, one in so many
+#: the first EVERY cycles are all learned from, of later ones one in STRIDE
 EVERY, STRIDE = 32, 16
-#: cycles between two that draft a little more than is thought best, which alone tell what longer drafts would give. The
-#: pause doubles each time, up to the second number
+#: some cycles draft a little more than is thought best, because these alone tell what longer drafts would give:
+#: LOOK_AFTER cycles lie between the first two of them, then twice as many each time, up to LOOK_SELDOM
 LOOK_AFTER, LOOK_SELDOM = 8, 256
 #: a change of the contexts' mean length, as a factor, after which cycles are timed again
 LONGER = 1.5

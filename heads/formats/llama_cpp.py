@@ -35,6 +35,8 @@ from headstart.heads.repository import is_repository
 VERSION = "llama.cpp 0c1e570"
 #: field of config.json that names the GGUF file
 FILE_FIELD = "gguf_file"
+#: the remedy for norms that its graph lacks
+ONE_NORM = "train with head.fc_norm=concat head.norm_output=false"
 #: types of targets whose graph gives the inputs of its layers (`layer_inp` in src/models/); with others it aborts
 TARGETS = frozenset(
     (
@@ -51,7 +53,7 @@ def _eagle3(case: Case) -> None:
     if name != GGUF or (place.is_dir() and not (place / GGUF).is_file()):
         how = "export.engines=[llama_cpp] writes one"
         if fc_norm_of(config) == "stream" or config.get("norm_output"):
-            how = "its graph lacks the head's norms, so train with head.fc_norm=concat head.norm_output=false"
+            how = f"its graph lacks the head's norms: {ONE_NORM}"
         case.refuse(f"reads GGUF, and there is no {GGUF}: {how}")
         return
     layers = file_layers(case.names)
@@ -62,14 +64,14 @@ def _eagle3(case: Case) -> None:
     layout = Eagle3Layout(1, "input_layernorm", False, fc_norm)
     case.match(layout.tensors(REFUSES), sizes)
     if fc_norm == "stream":
-        case.refuse("fc_norm: it has one norm over all streams, not one for each: train with head.fc_norm=concat")
+        case.refuse(f"fc_norm: it has one norm over all streams, not one for each: {ONE_NORM}")
     known = {rule.name for rule in layout.tensors(REFUSES)} | {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
     if odd := [extra for extra in case.unexplained(known) if not extra.endswith(".bias") or case.nonzero(extra)]:
         case.refuse(f"{some(odd)}: its EAGLE-3 graph reads no such tensor")
     if (rope := rope_parameters(config, "config.json"))["rope_type"] not in ROPES:
         case.refuse(f"rope_type is {rope['rope_type']!r}, expected one of {', '.join(ROPES)}")
     if config.get("norm_output"):
-        case.misread("norm_output: the un-normed state goes into the next step; train with head.norm_output=false")
+        case.misread("norm_output: the un-normed state goes into the next step: train with head.norm_output=false")
     check_lm_head(case, sizes, LOADS if sizes["U"] == sizes["V"] else WRONG, "the target's is taken")
     check_draft_map(case, sizes)
     check_own_embeddings(case, sizes)

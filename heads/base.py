@@ -141,6 +141,13 @@ class Stage:
     share: float = 1.0
 
 
+def counted_adds(weight: Tensor) -> float:
+    """Multiply-adds of one row through a matrix, as `Head.multiply_adds` counts them: two thirds where it does not
+    train, because it then has no gradient of its own.
+    """
+    return weight.numel() * (1.0 if weight.requires_grad else 2 / 3)
+
+
 def depth_terms(depth: int, decay: float, first: int = 0) -> tuple[LossTerm, ...]:
     """One term per depth, named "1" … "K", of weight decay^first, decay^(first + 1), …, each rounded to float32."""
     weight_K = decay ** torch.arange(first, first + depth, dtype=torch.float32, device="cpu")
@@ -440,8 +447,10 @@ class Head(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters()) * counts[0]
 
     def copied_numbers(self) -> int:
-        """Numbers of the trained weights whose copies in the compute dtype exist at the same time. By default all."""
-        return self.trained_parameters()
+        """Numbers of the weights, trained or not, whose copies in the compute dtype exist at the same time. By default
+        all.
+        """
+        return sum(p.numel() for p in self.parameters())
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
         """Numbers, in the compute dtype, that one pack's loss keeps for its backward pass. The estimate

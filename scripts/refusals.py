@@ -30,6 +30,7 @@ from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import adapter_of_head
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head, require_same_head
+from headstart.train.optim import freeze_still_matrices
 
 #: raises what the step would raise; otherwise returns the answer in words, for `doctor`
 Question = Callable[[Recipe, Target], str]
@@ -56,6 +57,7 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
         head = build_head(config.with_vocabulary(config.draft_tokens(dims.vocab_size)), dims)
     target.check_layer_ids(head.spec.layer_ids)
     head.bind(target.ends)
+    freeze_still_matrices(head, recipe.train)
     numbers = getattr(config, "start_layers", None)
     if recipe.start_from is None and numbers is not None:
         if recipe.target.parallel == "fsdp2":

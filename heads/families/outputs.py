@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import MAX_SIZE, Head, HeadConfig, Loss
+from headstart.heads.base import MAX_SIZE, Head, HeadConfig, Loss, counted_adds
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
@@ -236,9 +236,10 @@ class OutputMatrices(Head, AddsGradients):
 
     def output_multiply_adds(self) -> float:
         """Multiply-adds of one row at one depth: the average, as all depths cost the same."""
-        size, vocab = self.dims.hidden_size, self.dims.vocab_size
-        update = self.config.rank * (size + vocab) if self.config.lm_head == "lowrank" else 0
-        return size * vocab + update
+        if self.config.lm_head == "own":
+            return counted_adds(self.output_weight(0))
+        factors = (self.down[0], self.up[0]) if self.config.lm_head == "lowrank" else ()
+        return self.dims.hidden_size * self.dims.vocab_size + sum(counted_adds(f.weight) for f in factors)
 
     def _target_logits(self, x: Tensor) -> Tensor:
         """x [..., D] → [..., V] by the target's matrix and scale."""

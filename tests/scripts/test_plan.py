@@ -16,6 +16,7 @@ from headstart.heads.families import build_head
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import TargetConfig
 from headstart.recipes.load import load_recipe
+from headstart.refusals import planned_head
 
 
 def test_a_plan_counts_the_data_and_loads_nothing(
@@ -32,6 +33,20 @@ def test_a_plan_counts_the_data_and_loads_nothing(
     assert plan["memory"]["target weights"] > 0 and plan["hours"] > 0
     assert any("which is 60% of 780 TFLOP/s per card (an H100" in note for note in plan["notes"])
     assert not (tmp_path / "run" / "head").exists()
+
+
+def test_a_plan_counts_no_gradient_of_matrices_that_keep_still(headstart: Callable, recipe: Path) -> None:
+    moving, still = (
+        headstart("plan", recipe, "--json", "--gpus", "1", "--gpu-memory", "80", f"train.token_rate={rate}").json
+        for rate in (1, 0)
+    )
+    head = planned_head(load_recipe(recipe), weightless_target(TargetConfig(name=load_recipe(recipe).target.name)))
+    output = head.lm_head.weight.numel()
+    saved = {name: moving["memory"][name] - still["memory"][name] for name in moving["memory"]}
+    assert {name: size for name, size in saved.items() if size} == {
+        "gradients": 4 * output, "optimiser moments": 8 * output
+    }  # fmt: skip
+    assert still["hours"] < moving["hours"]
 
 
 @pytest.mark.parametrize(

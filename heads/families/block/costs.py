@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from headstart.heads.base import Head
+from headstart.heads.base import Head, counted_adds
 from headstart.heads.layers import LaterLayer
 from headstart.heads.losses.block import TEACHER_ELEMENTS
 from headstart.heads.losses.fused import CHUNK_ELEMENTS
@@ -36,11 +36,11 @@ class BlockCosts(Head):
         attention = self._layer().self_attn
         return self.fc.weight.numel() + len(self.layers) * 2 * attention.k_proj.weight.numel()
 
-    def _corrections(self) -> int:
-        """Numbers of the matrices that every draft passes through, besides the output matrix."""
+    def _corrections(self) -> float:
+        """Multiply-adds of a draft through the matrices besides the output matrix."""
         backbone = {self.fc, *self.layers.modules(), getattr(self, "lm_head", None)}
         more = [m for m in self.modules() if m not in backbone and not isinstance(m, nn.Embedding)]
-        return sum(p.numel() for m in more for p in m.parameters(recurse=False) if p.dim() == 2)
+        return sum(counted_adds(p) for m in more for p in m.parameters(recurse=False) if p.dim() == 2)
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         """As the base class's, so that a step computes 6 times as many FLOPs.
@@ -56,10 +56,11 @@ class BlockCosts(Head):
         return rows * self._context_matrices() + slots + taught * output / 3
 
     def copied_numbers(self) -> int:
-        """Trained weights, keys' and values' once more (stacked for the context), and the output matrix with `up`."""
+        """All weights, keys' and values' once more (stacked for the context), and the output matrix with `up`."""
         matrix = self.output_UD
         output = matrix.numel() if self.draft_ids_U is not None or self._corrections() else 0
-        return self.trained_parameters() + self._context_matrices() - self.fc.weight.numel() + output
+        own = sum(p.numel() for p in self.parameters() if p is not matrix)
+        return own + self._context_matrices() - self.fc.weight.numel() + output
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
         """What a pack keeps for its backward pass, and the most that stands beside it for a while (stack.py).

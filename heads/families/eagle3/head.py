@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import MAX_LAYERS, MAX_SIZE, HeadConfig, Loss
+from headstart.heads.base import MAX_LAYERS, MAX_SIZE, HeadConfig, Loss, counted_adds
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
@@ -291,7 +291,7 @@ class Eagle3Head(AutoregressiveHead):
                 packed, key_value = packed / 2, key_value / 2
             whole = rows if n < len(self.layers) else first
             total += key_value * rows + (packed - key_value) * whole + packed * later + rest * (whole + later)
-        return total + self.lm_head.weight.numel() * sum(counts)
+        return total + counted_adds(self.lm_head.weight) * sum(counts)
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
         """As the base class's. At step 1, the layers below the last keep numbers for every row.

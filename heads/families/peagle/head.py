@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.base import counted_adds
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds
@@ -168,7 +169,7 @@ class PEagleHead(Eagle3Head):
                 total += (queries + key_value) * later
             elif n == len(self.layers):  # the embedding half of the queries runs on every row
                 total += queries / 2 * (rows - first)
-        return total + self.lm_head.weight.numel() * sum(counts)
+        return total + counted_adds(self.lm_head.weight) * sum(counts)
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
         """As the base class's, of the rows that are drawn. The layers below the last keep numbers for every row.

@@ -28,7 +28,7 @@ from headstart.eval.measuring.samples import record_samples
 from headstart.eval.measuring.sweep import check_contexts, queued, spread, sweep, sweep_points
 from headstart.eval.measuring.task_results import TaskResults, report_of
 from headstart.eval.prompts import eval_prompts
-from headstart.eval.scheduling.budget import Budget, budget_for
+from headstart.eval.scheduling.throughput import scheduler_for
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, in_one_line
 from headstart.heads.provenance import device_name
@@ -162,7 +162,7 @@ class _Measurement:
         cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
         rule: the rule that accepted drafts (`verify.rule_of`), or None.
         cut: answers that were decoded, and those that `eval.max_new_tokens` cut.
-        scheduler: of all runs that draft; `budget` is the same where `eval.scheduler` is on, else None.
+        scheduler: of all runs that draft; `throughput` is the same where `eval.scheduler` is on, else None.
         cost: of a plain cycle, where the target decodes slower than it could (breakdown.plain_cycle), or None.
         samples: answers with every token's author (measuring/samples.py); None where nothing was asked or drafted.
         ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
@@ -195,8 +195,8 @@ class _Measurement:
         self.samples: list[dict[str, Any]] | None = None
         self.unsampled: str | None = None
         asked = config.scheduler and drafter is not None
-        self.budget: Budget | None = budget_for(drafter, config.tree) if asked and drafter is not None else None
-        self.scheduler: Scheduler = self.budget or KEEP_ALL
+        self.throughput = scheduler_for(drafter, config.tree) if asked and drafter is not None else None
+        self.scheduler: Scheduler = self.throughput or KEEP_ALL
         self._verified_per_cycle: float | None = None
         self.ready_s: float | None = None
 
@@ -282,13 +282,13 @@ class _Measurement:
 
     def _counts(self) -> tuple[int, int]:
         """(roots and nodes that were verified, cycles of sequences) so far; 0 without a scheduler."""
-        return (self.budget.verified, self.budget.cycles) if self.budget is not None else (0, 0)
+        return (self.throughput.verified, self.throughput.cycles) if self.throughput is not None else (0, 0)
 
     def scheduled(self) -> dict[str, Any] | None:
         """The report's `scheduler`, after `run`."""
-        if self.budget is None:
+        if self.throughput is None:
             return None
-        return {"verified_per_cycle": self._verified_per_cycle, "batches": self.budget.to_json()}
+        return {"verified_per_cycle": self._verified_per_cycle, "batches": self.throughput.to_json()}
 
 
 def _notes(target: Target, measured: _Measurement) -> list[str]:

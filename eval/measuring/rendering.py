@@ -162,7 +162,7 @@ def _cost_text(cost: dict[str, float] | None) -> str:
 
 
 def shape_text(shape: dict[str, Any]) -> str:
-    """A cycle's shape in words. Args: shape: of `Budget.to_json`; nodes are of a row, rows of the whole batch."""
+    """A cycle's shape in words. Args: shape: of the report; nodes are of a row, rows of the whole batch."""
     levels, nodes, rows = (shape[name] for name in ("levels", "nodes", "rows"))
     if levels == 0:
         return "plain decoding"

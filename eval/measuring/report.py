@@ -96,7 +96,8 @@ class Report(Numbers):
     #: milliseconds of a cycle's parts: draft_ms, verify_ms, rest_ms
     cycle: dict[str, float] | None = None
     #: with eval.scheduler: `verified_per_cycle` (rows of the target's forward that a sequence took in a cycle, its root
-    #: included, on average over the tasks; None without a cycle), and `batches` (`Budget.to_json`, over all runs)
+    #: included, on average over the tasks; None without a cycle), and `batches` (`ThroughputScheduler.to_json`, over
+    #: all runs)
     scheduler: dict[str, Any] | None = None
     #: how the target ran: "fused" (our kernels) or "generic" (transformers' own forward); None: in a server
     engine_path: str | None = None

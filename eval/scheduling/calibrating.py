@@ -39,7 +39,7 @@ class Calibrating(Protocol):
         """What came of a cycle. Returns: whether the numbers changed.
 
         Args:
-            said: [2 or 3, B, N], see Budget.said.
+            said: [2 or 3, B, N], see ThroughputScheduler.said.
             accepted_B: accepted drafts, those behind a stop token too. kept_BN: nodes that were verified.
         """
         ...

@@ -188,11 +188,11 @@ def likeliest(reach_BN: Floats, depth_BN: Floats, levels: int, nodes: int) -> Fl
     return np.cumsum(-np.sort(-within, axis=None))
 
 
-def kept(reach_BN: Floats, budget: int | None) -> NDArray[np.bool_]:
-    """The likeliest nodes, as `flat.cut` keeps them. Args: budget: how many; None = all."""
+def kept(reach_BN: Floats, count: int | None) -> NDArray[np.bool_]:
+    """The likeliest nodes, as `flat.cut` keeps them. Args: count: how many; None = all."""
     real_BN = reach_BN > 0
-    if budget is None or budget >= int(real_BN.sum()):
+    if count is None or count >= int(real_BN.sum()):
         return real_BN
     kept_F = np.zeros(reach_BN.size, dtype=bool)
-    kept_F[np.argsort(-reach_BN, axis=None, kind="stable")[:budget]] = True
+    kept_F[np.argsort(-reach_BN, axis=None, kind="stable")[:count]] = True
     return kept_F.reshape(reach_BN.shape) & real_BN

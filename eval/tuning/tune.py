@@ -33,7 +33,7 @@ from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
 from headstart.eval.prompts import describe_data, eval_prompts
-from headstart.eval.scheduling.budget import budget_for
+from headstart.eval.scheduling.throughput import scheduler_for
 from headstart.eval.tree import PUBLISHED_RANKS, static_paths, static_shape
 from headstart.eval.tuning.choice import (
     Choice,
@@ -363,9 +363,9 @@ class _Session:
         """The same with the scheduler, which drafts at most this tree; None where its cycles do not fit into memory."""
         self.say(f"decoding with the scheduler, up to {tree_name(tree)}, at batch {batch}")
         drafter = self.build(tree)
-        budget = budget_for(drafter, tree)
+        scheduler = scheduler_for(drafter, tree)
         try:
-            measured = self._measured(drafter, batch, budget)
+            measured = self._measured(drafter, batch, scheduler)
         except torch.OutOfMemoryError:
             self.decoder.graphs.clear()
             self.decoder.drop_buffers()
@@ -373,7 +373,7 @@ class _Session:
             return None
         finally:
             self.say(step=1)
-        verified = budget.verified / budget.cycles if budget.cycles else None
+        verified = scheduler.verified / scheduler.cycles if scheduler.cycles else None
         return Scheduled(tree, measured, choice.measured_speedup, verified)
 
     def _measured(self, drafter: Drafter, batch: int, scheduler: Scheduler = KEEP_ALL) -> dict[str, Any]:

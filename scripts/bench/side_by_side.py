@@ -19,7 +19,7 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.metrics import Timed, acceptance, expected_tau
 from headstart.eval.measuring.sweep import fit
-from headstart.eval.scheduling.budget import Budget, budget_for
+from headstart.eval.scheduling.throughput import ThroughputScheduler, scheduler_for
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 
@@ -242,8 +242,8 @@ class Bench:
             own = self._fields(way, runs, measured[0], contexts, batch)
             print(json.dumps(rounded(own), ensure_ascii=False), flush=True)
             rows.append(Row(**self.names, **own))
-        budgets = [(way.tree, way.chooser) for way in ways if isinstance(way.chooser, Budget)]
-        for line in (*summary(rows), *(line for tree, budget in budgets for line in chosen(tree, budget, batch))):
+        choosers = [(way.tree, way.chooser) for way in ways if isinstance(way.chooser, ThroughputScheduler)]
+        for line in (*summary(rows), *(line for tree, chooser in choosers for line in chosen(tree, chooser, batch))):
             print(line, flush=True)
         return rows
 
@@ -275,7 +275,7 @@ class Bench:
         for way in sorted(ways, key=lambda way: -way.nodes):
             began = time.perf_counter()
             if way.scheduler == "on" and way.drafter is not None and way.largest is not None:
-                way.chooser = budget_for(way.drafter, way.largest)
+                way.chooser = scheduler_for(way.drafter, way.largest)
             self._run(way, given, batch, min(WARM_UP, self.tokens))
             print(f"  batch {batch} {way}: warm-up {time.perf_counter() - began:.1f} s", flush=True)
             given = contexts[:batch]
@@ -315,9 +315,9 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chosen(tree: str, budget: Budget, batch: int) -> Iterator[str]:
+def chosen(tree: str, chooser: ThroughputScheduler, batch: int) -> Iterator[str]:
     """What the scheduler drafted in most cycles, how long such cycles take, and what it expected of them."""
-    shapes = budget.to_json()[str(batch)]["shapes"]
+    shapes = chooser.to_json()[str(batch)]["shapes"]
     total = max(sum(shape["cycles"] for shape in shapes), 1)
     for shape in sorted(shapes, key=lambda shape: -shape["cycles"])[:SHOWN_SHAPES]:
         if shape["cycles"]:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from headstart.eval.decoding.loop import COUNT
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.scheduler import CycleShape
-from headstart.eval.scheduling.budget import Budget
 from headstart.eval.scheduling.estimates import kept
+from headstart.eval.scheduling.throughput import ThroughputScheduler
 
 Seconds = Callable[[CycleShape, int], float]
 
@@ -70,24 +70,26 @@ def context(rows: int) -> Rows:
     return Rows(torch.zeros((rows, 1), dtype=torch.int64), torch.full((rows,), 100))
 
 
-def tokens_per_second(budget: Budget, batch: Batch, seconds: Seconds, said: Callable[..., object]) -> float:
+def tokens_per_second(
+    scheduler: ThroughputScheduler, batch: Batch, seconds: Seconds, said: Callable[..., object]
+) -> float:
     """Decode until no context waits, as captured cycles run: a table is known when the next one already runs.
 
     Args: said: logits of acceptance → what the draft says.
     """
-    budget.start(context(batch.rows))
-    for shape in budget.shapes():
-        if budget.wants_time(shape):
-            budget.timed(shape, seconds(shape, batch.rows))
+    scheduler.start(context(batch.rows))
+    for shape in scheduler.shapes():
+        if scheduler.wants_time(shape):
+            scheduler.timed(shape, seconds(shape, batch.rows))
     tokens, time, under_way = 0, 0.0, deque()
     while batch.waiting:
-        shape = budget.next_shape()
+        shape = scheduler.next_shape()
         levels = batch.depth if shape.levels is None else shape.levels
         logit_BK = batch.drafts()[:, :levels]
         both = np.zeros((2, batch.rows, levels), np.float32)
         kept_BK = np.ones((batch.rows, levels), bool)
         if levels:
-            scale_K, bias_K = (x.numpy() for x in budget.numbers)
+            scale_K, bias_K = (x.numpy() for x in scheduler.numbers)
             both[0] = said(logit_BK)
             both[1] = -np.logaddexp(0, -(scale_K[:levels] * both[0] + bias_K[:levels])).cumsum(1)
             kept_BK = kept(np.exp(both[1]), None if shape.rows is None else shape.rows - batch.rows)
@@ -95,17 +97,17 @@ def tokens_per_second(budget: Budget, batch: Batch, seconds: Seconds, said: Call
         count_B = batch.accept(logit_BK, kept_BK)
         if waiting > len(batch.waiting):
             for row in np.flatnonzero(batch.left_B == TOKENS).tolist():
-                budget.admitted(row)
+                scheduler.admitted(row)
         table = np.zeros((batch.rows, levels + 5), np.int64)
         table[:, COUNT] = 1 + count_B
         tokens, time = tokens + int(table[:, COUNT].sum()), time + seconds(shape, batch.rows)
         under_way.append((shape, table, both if levels and shape.says else None, seconds(shape, batch.rows)))
         if len(under_way) > 1:
-            budget.learn(*under_way.popleft())
+            scheduler.learn(*under_way.popleft())
     return tokens / time
 
 
-class Fixed(Budget):
+class Fixed(ThroughputScheduler):
     """Always one shape."""
 
     shape: CycleShape

@@ -44,7 +44,7 @@ from headstart.heads.batch import FeatureSpec
 from headstart.heads.targets.target import Target
 
 
-class Budget(Scheduler):
+class Cut(Scheduler):
     """Keeps all nodes of the first `levels` levels, and verifies `rows` rows at most."""
 
     captures = True
@@ -241,7 +241,7 @@ def test_every_budget_is_lossless(
     every = run(target, drafter, fused=model)
     most = 3 * (drafter.max_nodes + 1)
     for rows in (3, 6, most):
-        found = run(target, drafter, fused=model, scheduler=Budget(rows))
+        found = run(target, drafter, fused=model, scheduler=Cut(rows))
         assert tokens_of(found) == tokens_of(plain)
         check_cycles(found)
         if rows == 3:
@@ -249,16 +249,16 @@ def test_every_budget_is_lossless(
             assert all(cycle.drafted == 0 for answer in found for cycle in answer.cycles)
         if rows == most:
             assert found == every
-    # the generic forward computes all nodes, and obeys the same budget
-    assert run(target, drafter, scheduler=Budget(6)) == run(target, drafter, fused=model, scheduler=Budget(6))
+    # the generic forward computes all nodes, and obeys the same number of rows
+    assert run(target, drafter, scheduler=Cut(6)) == run(target, drafter, fused=model, scheduler=Cut(6))
 
 
-def test_budgets_and_refilled_places(target: Target, trained: Callable[[str], Trained]) -> None:
+def test_limits_and_refilled_places(target: Target, trained: Callable[[str], Trained]) -> None:
     """A queue of contexts on two rows, of which 5 rows of a forward hold the roots and three drafts."""
     drafter, model = build_drafter(trained("eagle3").head, EvalConfig(tree=tree_of("chain"))), fused(target)
     contexts, limits = [*CONTEXTS, *CONTEXTS[::-1]], [9, 30, 4, 17, 1, 12]
     engine = Engine(target.model, 2, slots_needed(12, 30, drafter), fused=model)
-    found = decode(engine, contexts, drafter, Sampling(), limits, set(), scheduler=Budget(5)).answers
+    found = decode(engine, contexts, drafter, Sampling(), limits, set(), scheduler=Cut(5)).answers
     alone = [run(target, None, [context], limit)[0] for context, limit in zip(contexts, limits, strict=True)]
     assert tokens_of(found) == tokens_of(alone)
     assert sum(cycle.accepted for answer in found for cycle in answer.cycles) > 0
@@ -267,13 +267,13 @@ def test_budgets_and_refilled_places(target: Target, trained: Callable[[str], Tr
 def test_a_cut_level_costs_no_row(target: Target, trained: Callable[[str], Trained]) -> None:
     """Two of four levels verified: 9 rows hold all of them, and the same drafts are accepted as on all 15."""
     drafter, model = build_drafter(trained("eagle3").head, EvalConfig(tree=tree_of("chain"))), fused(target)
-    found = run(target, drafter, fused=model, scheduler=Budget(9, levels=2))
-    assert found == run(target, drafter, fused=model, scheduler=Budget(None, levels=2))
+    found = run(target, drafter, fused=model, scheduler=Cut(9, levels=2))
+    assert found == run(target, drafter, fused=model, scheduler=Cut(None, levels=2))
     assert any(cycle.accepted for answer in found for cycle in answer.cycles)
     seen: list[int] = []
     head = model.view.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0][..., 0].numel()))
-    run(target, drafter, fused=model, scheduler=Budget(9, levels=2))
+    run(target, drafter, fused=model, scheduler=Cut(9, levels=2))
     handle.remove()
     # after the prefill, whose chunks give one row of logits per sequence
     assert set(seen) == {3, 9}
@@ -285,7 +285,7 @@ def test_a_cut_level_costs_no_row(target: Target, trained: Callable[[str], Train
 def test_captured_cycles_on_flat_rows(
     target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, kind: str
 ) -> None:
-    """Captured and not, every budget gives the plain answers, and both the same cycles."""
+    """Captured and not, every number of rows gives the plain answers, and both the same cycles."""
     there, head = Target.from_model(copy.deepcopy(target.model).cuda()), copy.deepcopy(trained(family).head).cuda()
     head.bind(there.ends)
     drafter, model = build_drafter(head, EvalConfig(tree=tree_of(kind))), fused(there)
@@ -293,7 +293,7 @@ def test_captured_cycles_on_flat_rows(
     engine = Engine(there.model, 3, slots_needed(12, NEW_TOKENS, drafter), prefill_chunk=4, fused=model)
     graphs = CycleGraphs()
     for rows in (3, 6, 3 * (drafter.max_nodes + 1)):
-        scheduler = Budget(rows)
+        scheduler = Cut(rows)
         found = [
             decode(
                 engine, CONTEXTS, drafter, Sampling(), NEW_TOKENS, set(), generator, graphs=kept, scheduler=scheduler

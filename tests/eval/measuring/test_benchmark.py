@@ -28,7 +28,7 @@ from headstart.eval.measuring.rendering import render_markdown, render_table, re
 from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.teacher_forced import teacher_forced_tau
 from headstart.eval.prompts import load_prompts
-from headstart.eval.scheduling.budget import Budget
+from headstart.eval.scheduling.throughput import ThroughputScheduler
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 from headstart.heads.targets.target import Target
 
@@ -150,8 +150,8 @@ def test_a_scheduled_evaluation(
 ) -> None:  # fmt: skip
     """Answers stay the target's. One scheduler serves all runs, and the report tells what ran at every batch size."""
     if shape is not None:
-        chosen = Budget.next_shape
-        monkeypatch.setattr(Budget, "next_shape", lambda self: chosen(self) and shape)
+        chosen = ThroughputScheduler.next_shape
+        monkeypatch.setattr(ThroughputScheduler, "next_shape", lambda self: chosen(self) and shape)
     config = config_of(ids_file, batch_size=3, scheduler=True, batch_sizes=[1], sweep_prompts=3, cycle_parts=True)
     report = evaluate(target, eagle3.head, config)
     identity = report.greedy_identity
@@ -179,14 +179,14 @@ def test_parts_of_a_cycle_are_of_the_whole_tree(
 ) -> None:
     from headstart.eval.measuring import breakdown
 
-    chosen, nodes, original = Budget.next_shape, list[int](), breakdown.loop_seconds
+    chosen, nodes, original = ThroughputScheduler.next_shape, list[int](), breakdown.loop_seconds
 
     def watched(loop: Any, run: Any, repeats: int) -> float:
         run()
         nodes.append(loop.places - 1)
         return original(loop, run, repeats)
 
-    monkeypatch.setattr(Budget, "next_shape", lambda self: chosen(self) and CycleShape(1))
+    monkeypatch.setattr(ThroughputScheduler, "next_shape", lambda self: chosen(self) and CycleShape(1))
     monkeypatch.setattr(breakdown, "loop_seconds", watched)
     evaluate(target, eagle3.head, config_of(ids_file, scheduler=True, max_new_tokens=6))
     # drafting alone verifies nothing; then the forward and the whole cycle

@@ -16,10 +16,10 @@ from headstart.eval.decoding.loop import COUNT
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.kernels.flat import cut
 from headstart.eval.scheduling import estimates, means
-from headstart.eval.scheduling.budget import Budget
 from headstart.eval.scheduling.estimates import Estimates, kept, likeliest, silent
 from headstart.eval.scheduling.means import Times
 from headstart.eval.scheduling.shapes import shapes_of
+from headstart.eval.scheduling.throughput import ThroughputScheduler
 
 Floats = NDArray[np.float32]
 
@@ -100,19 +100,19 @@ def test_the_host_knows_what_the_device_keeps(seed: int, linear: bool) -> None:
 ])  # fmt: skip
 def test_reaches_next_to_0_and_1_are_told_apart(said: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the host would take drafts for rejected that were not verified."""
-    budget = Budget(cast(Drafter, SilentDrafter(3, True)), 3, True)
-    budget.start(context(2))
-    for shape in budget.shapes():
-        budget.timed(shape, 1.0)
+    scheduler = ThroughputScheduler(cast(Drafter, SilentDrafter(3, True)), 3, True)
+    scheduler.start(context(2))
+    for shape in scheduler.shapes():
+        scheduler.timed(shape, 1.0)
     found: list[NDArray[np.bool_]] = []
-    monkeypatch.setattr(budget.calibrating, "learn", lambda said, active, accepted, kept: found.append(kept))
+    monkeypatch.setattr(scheduler.calibrating, "learn", lambda said, active, accepted, kept: found.append(kept))
     log_reach_BN = torch.tensor(said)
     lines = np.zeros((2, 8), np.int64)
     lines[:, COUNT] = 1
     for rows in (3, 4, 5, 6, 7):
-        budget.next_shape()
+        scheduler.next_shape()
         both = np.stack([np.zeros((2, 3), np.float32), log_reach_BN.numpy()])
-        budget.learn(CycleShape(3, rows=rows), lines, both)
+        scheduler.learn(CycleShape(3, rows=rows), lines, both)
         device = cut(log_reach_BN, torch.ones((2, 3), dtype=torch.bool), rows)
         assert np.array_equal(found[-1], device.kept_BM[:, 1:].numpy())
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from simulated import TOKENS, Batch, Fixed, Seconds, SilentDrafter, context, tokens_per_second
 
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
-from headstart.eval.scheduling.budget import Budget
 from headstart.eval.scheduling.means import TRUSTED
+from headstart.eval.scheduling.throughput import ThroughputScheduler
 
 DEPTH = 7
 #: logit of acceptance of a context's drafts: mean, deviation between contexts, deviation within one
@@ -37,7 +37,7 @@ def rates(batch: int, by_level: bool, row: float, kind: tuple[float, float, floa
         """A draft that is too sure of itself, and not always right."""
         return logit_BK * 1.2 + 0.3 + noise.normal(0, 0.7, logit_BK.shape)
 
-    def run(scheduler: Budget, contexts: int = contexts, seed: int = 1) -> float:
+    def run(scheduler: ThroughputScheduler, contexts: int = contexts, seed: int = 1) -> float:
         return tokens_per_second(scheduler, Batch(batch, DEPTH, *kind, contexts, seed), seconds, said)
 
     fixed = []
@@ -45,12 +45,12 @@ def rates(batch: int, by_level: bool, row: float, kind: tuple[float, float, floa
         scheduler = Fixed(SilentDrafter(DEPTH, by_level), DEPTH, True)
         scheduler.shape = CycleShape(depth)
         fixed.append(run(scheduler))
-    scheduler = Budget(SilentDrafter(DEPTH, by_level), DEPTH, True)
+    scheduler = ThroughputScheduler(SilentDrafter(DEPTH, by_level), DEPTH, True)
     run(scheduler, batch // 2, 9)
     return fixed[0], max(fixed[1:]), run(scheduler)
 
 
-def choices(scheduler: Budget) -> list[CycleShape]:
+def choices(scheduler: ThroughputScheduler) -> list[CycleShape]:
     """The shapes that it chooses from now on, in a list that grows."""
     ran: list[CycleShape] = []
     choose = scheduler.next_shape
@@ -86,7 +86,7 @@ def test_where_rows_are_dear_and_levels_are_not_the_cut_gains() -> None:
 def test_drafting_is_taken_up_again_by_the_next_batch() -> None:
     """Where no draft paid, a new batch drafts for a few cycles: its contexts may be others."""
     seconds = costs(True, 6e-6)
-    scheduler = Budget(SilentDrafter(DEPTH, True), DEPTH, True)
+    scheduler = ThroughputScheduler(SilentDrafter(DEPTH, True), DEPTH, True)
     ran = choices(scheduler)
     tokens_per_second(scheduler, Batch(8, DEPTH, *HARD, 80, 1), seconds, lambda logit_BK: logit_BK)
     assert ran[-1] == PLAIN
@@ -98,7 +98,7 @@ def test_drafting_is_taken_up_again_by_the_next_batch() -> None:
 def test_a_shape_that_was_held_up_when_it_ran_is_tried_again() -> None:
     """The best chain was slow when it ran, as in a process that still warms up. It is not given up for good."""
     seconds = costs(True, 6e-6)
-    scheduler = Budget(SilentDrafter(DEPTH, True), DEPTH, True)
+    scheduler = ThroughputScheduler(SilentDrafter(DEPTH, True), DEPTH, True)
     scheduler.start(context(8))
     for shape in scheduler.shapes():
         scheduler.timed(shape, seconds(shape, 8))
@@ -110,7 +110,7 @@ def test_a_shape_that_was_held_up_when_it_ran_is_tried_again() -> None:
 
 
 def test_times_are_taken_again_when_contexts_are_much_longer() -> None:
-    scheduler = Budget(SilentDrafter(DEPTH, True), DEPTH, True)
+    scheduler = ThroughputScheduler(SilentDrafter(DEPTH, True), DEPTH, True)
     rows = context(4)
     scheduler.start(rows)
     for shape in scheduler.shapes():
@@ -126,7 +126,7 @@ def test_times_are_taken_again_when_contexts_are_much_longer() -> None:
 
 def test_a_single_row_is_drafted_again_when_it_begins_another_context() -> None:
     """Plain cycles leave the drafter behind. A context that begins is read by it, and may be an easier one."""
-    scheduler, batch = Budget(SilentDrafter(DEPTH, True), DEPTH, True), Batch(1, DEPTH, *HARD, 1)
+    scheduler, batch = ThroughputScheduler(SilentDrafter(DEPTH, True), DEPTH, True), Batch(1, DEPTH, *HARD, 1)
     batch.level_B[:] = -3.0
     batch.waiting = deque([-3.0] * 8 + [3.0] * 16)
     ran: list[tuple[float, bool]] = []

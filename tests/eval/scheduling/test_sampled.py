@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from eval_help import run
-from test_budget import EveryShape
 from test_distribution import CONTEXT, ROWS, TOKENS, deviation, enumerated, heads, small  # noqa: F401
+from test_throughput import EveryShape
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
@@ -16,7 +16,7 @@ from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import CycleShape, Scheduler
 from headstart.eval.drafters import Drafter, build_drafter
-from headstart.eval.scheduling.budget import budget_for
+from headstart.eval.scheduling.throughput import scheduler_for
 from headstart.eval.tree import Tree
 from headstart.heads.base import Head
 from headstart.heads.sampling import logit_of
@@ -85,7 +85,7 @@ def test_the_policy_keeps_the_targets_distribution(
 ) -> None:
     """The scheduler as it runs, which has learned in earlier batches."""
     drafter = drafter_of(heads[family], tree)
-    scheduler = budget_for(drafter, tree)
+    scheduler = scheduler_for(drafter, tree)
     joint = enumerated(small, Sampling(temperature=1.0))
     for _ in range(2):
         answers = sampled(small, drafter, scheduler, rule)

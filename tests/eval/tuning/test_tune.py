@@ -16,7 +16,7 @@ from rich.console import Console
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
-from headstart.eval.scheduling.budget import Budget
+from headstart.eval.scheduling.throughput import ThroughputScheduler
 from headstart.eval.tuning.choice import Scheduled, Trial, finalists, largest_like, overrides
 from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import ChainProfile, DynamicProfile
@@ -442,7 +442,7 @@ def test_a_scheduler_that_does_not_fit_leaves_the_rest(
     original = Decoder.run
 
     def run(self: Decoder, *given: Any, **options: Any) -> Any:
-        if isinstance(options.get("scheduler"), Budget):
+        if isinstance(options.get("scheduler"), ThroughputScheduler):
             raise torch.OutOfMemoryError("no more")
         return original(self, *given, **options)
 

@@ -23,7 +23,7 @@ from headstart.eval.decoding.drafter import ConfidentDrafter, Drafter, SizedDraf
 from headstart.eval.decoding.loop import COUNT, Loop
 from headstart.eval.decoding.scheduler import KEEP_ALL, PLAIN, CycleShape, Scheduler
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.scheduling.budget import Budget
+from headstart.eval.scheduling.throughput import ThroughputScheduler
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats import save_head
@@ -88,7 +88,7 @@ def test_rows_walk_through_recorded_contexts(family: str) -> None:
     assert same_walk(decoded(bench, short), made, numbers) > 150
 
 
-class EveryShape(Budget):
+class EveryShape(ThroughputScheduler):
     """Takes turns with all shapes that draft."""
 
     turn = 0
@@ -176,7 +176,7 @@ def cost_of(shape: CycleShape, whole: int, batch: int) -> float:
 def test_a_scheduler_gains_where_rows_differ_and_places_are_dear() -> None:
     """Half of the contexts have sure drafts, half have hopeless ones: a fixed chain must serve both."""
 
-    class Stubbed(Budget):
+    class Stubbed(ThroughputScheduler):
         spent, tokens = 0.0, 0
 
         def timed(self, shape: CycleShape, seconds: float) -> None:

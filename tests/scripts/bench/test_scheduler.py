@@ -108,7 +108,7 @@ def test_rows_that_a_scheduler_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         verified = 0
 
     counting = Counting()
-    monkeypatch.setattr(side_by_side, "budget_for", lambda drafter, tree: counting)
+    monkeypatch.setattr(side_by_side, "scheduler_for", lambda drafter, tree: counting)
     original = side_by_side.Bench._run
 
     def run(self: side_by_side.Bench, way: Way, *rest: Any) -> Any:

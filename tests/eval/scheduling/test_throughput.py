@@ -18,7 +18,7 @@ from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import PLAIN, CycleShape
 from headstart.eval.drafters import Drafter, build_drafter
-from headstart.eval.scheduling.budget import Budget, budget_for
+from headstart.eval.scheduling.throughput import ThroughputScheduler, scheduler_for
 from headstart.heads.targets.target import Target
 
 WAYS = [
@@ -52,7 +52,7 @@ def test_answers_are_the_targets(
     target: Target, plain: list[Answer], trained: Callable[[str], Trained], family: str, tree: TreeConfig
 ) -> None:
     drafter = drafter_of(trained(family), tree)
-    scheduler = budget_for(drafter, tree)
+    scheduler = scheduler_for(drafter, tree)
     accepted = 0
     for _ in range(3):
         answers = run(target, drafter, scheduler=scheduler)
@@ -92,11 +92,11 @@ def test_captured_shapes(
     assert set(scheduler.book.times.profiled) == set(scheduler.shapes())
 
 
-class EveryShape(Budget):
+class EveryShape(ThroughputScheduler):
     """Takes turns with all shapes that draft."""
 
     def __init__(self, drafter: Drafter, tree: TreeConfig):
-        chosen = budget_for(drafter, tree)
+        chosen = scheduler_for(drafter, tree)
         super().__init__(drafter, chosen.levels, chosen.linear)
         self.ran: list[CycleShape] = []
 

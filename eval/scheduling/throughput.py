@@ -42,13 +42,13 @@ LOOK_AFTER, LOOK_SELDOM = 8, 256
 LONGER = 1.5
 
 
-def budget_for(drafter: Drafter, tree: TreeConfig) -> Budget:
+def scheduler_for(drafter: Drafter, tree: TreeConfig) -> ThroughputScheduler:
     """The scheduler of a drafter. Args: tree: the largest that it drafts."""
     linear = tree.kind == "chain"
-    return Budget(drafter, min(tree.depth, drafter.max_nodes) if linear else tree.depth, linear)
+    return ThroughputScheduler(drafter, min(tree.depth, drafter.max_nodes) if linear else tree.depth, linear)
 
 
-class Budget(Scheduler):
+class ThroughputScheduler(Scheduler):
     """Serves one drafter. It goes on learning from batch to batch.
 
     Args:

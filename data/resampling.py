@@ -14,6 +14,7 @@ logits, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,8 @@ def resampled(
     """The samples and `copies` copies of each. A copy differs from its sample in `id` and `token_ids` alone.
 
     Which tokens are redrawn, and the random number of each, depend on seed, sample id, number of the copy and position
-    alone, not on which samples share a forward.
+    alone, not on which samples share a forward. Copies of a sample that repeats (`data.most_repeats`) count on, so that
+    each repeat has other copies.
 
     Args:
         copies: of every sample. share: in (0, 1], the expected share of the tokens that may change to be redrawn.
@@ -88,14 +90,15 @@ def resampled(
     free_V = to_device(torch.from_numpy(plain_V), target.device)
     made: list[list[Sample | None]] = [[None] * len(samples) for _ in range(copies)]
     counts = torch.zeros(2, dtype=torch.int64, device=target.device)
+    first_numbers = _first_numbers(samples, copies)
     done, places, whole = 0, 0, sum(map(len, samples))
     progress(0, whole, "")
     for group in length_groups(tuple(map(len, samples)), target.max_forward_tokens):
-        originals = [samples[i] for i in group]
+        originals, firsts = [samples[i] for i in group], [first_numbers[i] for i in group]
         token_R = np.concatenate([sample.token_ids for sample in originals])
         place_N = np.flatnonzero(_may_change(originals, token_R, plain_V))
         places += len(place_N)
-        new_CN = _drawn(target, originals, place_N, (copies, share, seed), free_V, counts)
+        new_CN = _drawn(target, originals, place_N, _seeds(originals, firsts, copies, seed), share, free_V, counts)
         ends = np.cumsum([len(sample) for sample in originals])[:-1]
         turns = [(sample.turn_ids, sample.answer_ids) for sample in originals]  # read once, shared by the copies
         for number in range(copies):
@@ -103,10 +106,8 @@ def resampled(
             copy_R[place_N] = new_CN[number]
             texts = zip(group, originals, np.split(copy_R, ends), turns, strict=True)
             for index, sample, token_ids, (turn_ids, answer_ids) in texts:
-                name = f"{sample.id}/resampled{number + 1}"
-                made[number][index] = Sample(
-                    name, token_ids, turn_ids, sample.finish_reason, sample.meta, answer_ids
-                )
+                name = _name(sample, first_numbers[index] + number)
+                made[number][index] = Sample(name, token_ids, turn_ids, sample.finish_reason, sample.meta, answer_ids)
         done += len(token_R)
         progress(done, whole, "")
     redrawn, changed = counts.tolist()
@@ -138,31 +139,50 @@ def _may_change(samples: Sequence[Sample], token_R: np.ndarray, plain_V: np.ndar
     return may_R
 
 
-def _seeds(samples: Sequence[Sample], copies: int, seed: int) -> Tensor:
-    """int64 [2, C, S], each 0 … 2^63 - 1: of which tokens are redrawn, and of what is drawn."""
+def _first_numbers(samples: Sequence[Sample], copies: int) -> list[int]:
+    """The number of the first copy of each sample, from 1: behind the copies of earlier samples with the same id."""
+    seen: Counter[str] = Counter()
+    numbers = []
+    for sample in samples:
+        numbers.append(seen[sample.id] * copies + 1)
+        seen[sample.id] += 1
+    return numbers
+
+
+def _name(sample: Sample, number: int) -> str:
+    """The id of this copy."""
+    return f"{sample.id}/resampled{number}"
+
+
+def _seeds(samples: Sequence[Sample], firsts: Sequence[int], copies: int, seed: int) -> Tensor:
+    """int64 [2, C, S], each 0 … 2^63 - 1: of which tokens are redrawn, and of what is drawn.
+
+    Args: firsts: the number of each sample's first copy.
+    """
 
     def of(sample: Sample, number: int) -> list[int]:
-        digest = hashlib.blake2b(f"{seed}/{sample.id}/resampled{number + 1}".encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(f"{seed}/{_name(sample, number)}".encode(), digest_size=16).digest()
         return [int.from_bytes(half, "little") >> 1 for half in (digest[:8], digest[8:])]
 
-    return torch.tensor([[of(sample, number) for sample in samples] for number in range(copies)]).permute(2, 0, 1)
+    pairs = list(zip(samples, firsts, strict=True))
+    return torch.tensor([[of(sample, first + n) for sample, first in pairs] for n in range(copies)]).permute(2, 0, 1)
 
 
 def _drawn(
-    target: Target, samples: Sequence[Sample], place_N: np.ndarray, asked: tuple[int, float, int], free_V: Tensor,
+    target: Target, samples: Sequence[Sample], place_N: np.ndarray, seed_2CS: Tensor, share: float, free_V: Tensor,
     counts: Tensor,
 ) -> np.ndarray:  # fmt: skip
     """The tokens of all copies at these places: int32 [C, N].
 
     Args:
-        place_N: of tokens in the samples laid end to end. asked: copies, share and seed.
+        place_N: of tokens in the samples laid end to end. seed_2CS: of `_seeds`.
         free_V: bool [V], what may be taken. counts: int64 [2], to which redrawn and changed tokens are added.
     """
-    copies, share, seed = asked
+    copies = seed_2CS.shape[1]
     if not len(place_N):
         return np.zeros((copies, 0), dtype=np.int32)
     place = to_device(torch.from_numpy(place_N), target.device)
-    seed_2CS = to_device(_seeds(samples, copies, seed), target.device)
+    seed_2CS = to_device(seed_2CS, target.device)
     batch = target.extract(FeatureBatch.pack([_unsupervised(sample) for sample in samples], 1), FeatureSpec())
     assert batch.hidden_RD is not None
     old_N, position_N, sample_N = batch.tokens_R[place], batch.position_R[place], batch.doc_R[place]

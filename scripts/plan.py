@@ -244,12 +244,14 @@ def data_of(run: Run, launch: Launch) -> DataShape:
             ) from error
         prompts += data.distill.written
         writes = f" ({data.distill.written} of them are still to be written)" if data.distill.written else ""
+        each = data.distill.samples_per_prompt
+        asked = "each" if each == 1 else f"each of the {each} answers to one (data.distill.samples_per_prompt)"
         note = (
-            f"data: {counted(prompts, 'prompts')} not answered yet{writes}; each counts as a sample of "
+            f"data: {counted(prompts, 'prompts')} not answered yet{writes}; {asked} counts as a sample of "
             f"data.max_length={most} tokens, all supervised"
         )
-        planned = DataShape.equal(prompts * times, most, data.pack_size, note)
-        planned = replace(planned, samples=prompts, known=False)
+        planned = DataShape.equal(prompts * each * times, most, data.pack_size, note)
+        planned = replace(planned, samples=prompts * each, known=False)
         return planned.beside(_read(run.without_prompts())) if data.sources else planned
     return _read(run)
 

@@ -64,6 +64,8 @@ class Inputs:
     def data(self) -> dict[str, Any]:
         data, default = self._recipe.data, DataConfig()
         usual = [name for name in LATER if getattr(data, name) == getattr(default, name)]
+        if not data.resampled_copies:
+            usual.append("resampled_share")  # of no copies
         return {
             "target": identity.of_target(self._recipe.target),
             "sources": identity.of_sources(data.sources),

@@ -149,3 +149,14 @@ def test_chunks_of_logits_do_not_matter(target: Target, random_samples, monkeypa
     whole = texts(resampled(samples, target, 3, 0.4, 7).samples)
     monkeypatch.setattr("headstart.data.resampling.CHUNK_LOGITS", 3 * target.dims.vocab_size)  # three rows
     assert texts(resampled(samples, target, 3, 0.4, 7).samples) == whole
+
+
+def test_repeats_of_a_sample_have_other_copies(target: Target, random_samples):
+    """`data.most_repeats` trains the same sample several times; its copies count on."""
+    one, other = random_samples([40, 30], target.dims.vocab_size)
+    copies = resampled([one, other, one], target, 2, 0.5, 0).samples[3:]
+    numbers = [sample.id.split("/resampled") for sample in copies]
+    assert numbers == [["s0", "1"], ["s1", "1"], ["s0", "3"], ["s0", "2"], ["s1", "2"], ["s0", "4"]]
+    assert len({tuple(sample.token_ids.tolist()) for sample in copies}) == 6
+    alone = dict(texts(resampled([one], target, 4, 0.5, 0).samples))
+    assert all(alone[name] == ids for name, ids in texts([copies[n] for n in (0, 2, 3, 5)]))

@@ -78,6 +78,22 @@ def test_lengths_are_known_without_the_target(recipe: Path):
     assert (stated.tokens, stated.samples) == (3 * bare.tokens, 50)
 
 
+def test_the_share_of_no_copies_changes_no_input(recipe: Path):
+    def data(copies: int, share: float) -> object:
+        return run_of(recipe, f"data.resampled_copies={copies}", f"data.resampled_share={share}").inputs.data
+
+    assert data(0, 0.3) == data(0, 0.15) and "resampled_share" not in json.dumps(data(0, 0.3))
+    assert data(2, 0.3) != data(2, 0.15) != data(0, 0.15)
+
+
+def test_features_of_another_share_are_stored_anew(headstart: Callable, recipe: Path):
+    stored = [*COPIES, "data.features=stored"]
+    assert headstart("train", recipe, *stored).code == 0
+    again = headstart("train", recipe, *stored, "data.resampled_share=0.6")
+    assert again.code == 0 and "resampled_share: 0.3 → 0.6" in again.err, again.err
+    assert "features: done again" in again.err
+
+
 def test_the_draft_vocabulary_keeps_to_the_originals(headstart: Callable, recipe: Path, tmp_path: Path):
     chosen = []
     for name, settings in (("plain", BARE), ("copies", COPIES)):

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from headstart.console import Console
+from headstart.pipeline.run import Run
+from headstart.plan import DataShape, Launch, data_of
+from headstart.recipes.load import load_recipe
+
 #: bytes that end a message of the random target, so that what it writes has a few letters
 STOPS = range(2, 60)
 
@@ -60,6 +65,16 @@ def test_the_target_writes_answers_and_trains(headstart: Callable, recipe: Path,
     assert "distill: finished before" in trained.err and (tmp_path / "run/head/model.safetensors").is_file()
     counts = json.loads((data / "report.json").read_text())["sources"]
     assert sum(count["trained"] + count["held_out"] for count in counts) >= 12  # short ones are left out
+
+
+def test_a_plan_counts_every_answer_to_a_prompt(recipe: Path) -> None:
+    def shape(*settings: str) -> DataShape:
+        return data_of(Run(load_recipe(recipe, list(settings)), Console(silent=True)), Launch())
+
+    one, four = shape(), shape("data.distill.samples_per_prompt=4", "data.distill.temperature=1.0")
+    assert (one.samples, four.samples, four.tokens) == (16, 64, 4 * one.tokens)
+    assert "each counts as a sample" in one.notes[0]
+    assert "each of the 4 answers to one (data.distill.samples_per_prompt) counts as a sample" in four.notes[0]
 
 
 def test_written_prompts_join_those_of_files(headstart: Callable, recipe: Path, tmp_path: Path) -> None:

@@ -137,8 +137,21 @@ def test_ranks_that_drew_other_tokens_take_those_of_the_first(recipe: Path):
     [
         (["target.parallel=fsdp2"], "target.parallel=fsdp2"),
         (["head={type: medusa, depth: 2}", "joint.enabled=true"], "joint.enabled=true"),
+        (["head={type: medusa, depth: 2, loss: ce}"], "head.loss=ce"),
+        (["head={type: hydra, depth: 2, loss: ce}"], "head.loss=ce"),
+        (["head={type: dflash, depth: 2, mask_token_id: 258, ce_weight: 0.5}"], "head.ce_weight=0.5"),
     ],
 )
 def test_what_cannot_have_copies_is_refused_first(headstart: Callable, recipe: Path, settings: list[str], found: str):
     result = headstart("plan", recipe, *COPIES, *settings, "--gpus", "2" if "fsdp2" in found else "1")
     assert result.code == 2 and f"data.resampled_copies: found 2 with {found}, expected 0" in result.err
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["{type: medusa, depth: 2}", "{type: dflash, depth: 2, mask_token_id: 258, ce_weight: 0, kl_weight: 1}"],
+    ids=["medusa", "dflash"],
+)
+def test_a_loss_that_learns_the_distribution_has_copies(headstart: Callable, recipe: Path, head: str):
+    result = headstart("plan", recipe, *COPIES, f"head={head}", "--gpus", "1")
+    assert result.code == 0, result.err

@@ -31,6 +31,8 @@ SPLIT_RULE = "first prompt, without near copies"
 KEEPING_RULE = "first prompt, without copied answers"
 #: a warning is shown for fewer held-out prompts than this, which do not tell two heads apart
 FEWEST_HELD_OUT = 20
+#: the largest share of the prompts that it advises to hold out
+LARGEST_FRACTION = 0.3
 #: a prompt that begins too many conversations is not held out, because most of the data could go with it. Too many is
 #: more than this times the larger of two numbers: conversations to hold out in all, and conversations per prompt
 LARGEST = 1.5
@@ -135,10 +137,12 @@ class Split:
         if self.given:
             return f"{what}; add conversations to data.held_out"
         fraction = math.ceil(100 * 1.2 * FEWEST_HELD_OUT / self.prompts) / 100
-        if fraction > 0.3:
-            all_of_them = counted(self.prompts, "prompts")
-            return f"{what}; of {all_of_them} more cannot be spared: give more conversations, or data.held_out"
-        return f"{what}; set data.held_out_fraction={fraction:g} or data.held_out"
+        if fraction <= LARGEST_FRACTION:
+            return f"{what}; set data.held_out_fraction={fraction:g} or data.held_out"
+        remedy, most = "give more conversations, or data.held_out", int(LARGEST_FRACTION * self.prompts)
+        if most > found:
+            return f"{what}; {remedy}; data.held_out_fraction={LARGEST_FRACTION:g} holds out about {most}"
+        return f"{what}; of {counted(self.prompts, 'prompts')} more cannot be spared: {remedy}"
 
     def as_dict(self) -> dict[str, Any]:
         facts = (

@@ -141,7 +141,13 @@ def test_few_held_out_prompts_are_told():
         "chance; set data.held_out_fraction=0.03 or data.held_out"
     ]
     assert split_held_out(samples_of(1000), 0.03).lines() == []
-    assert "give more conversations" in split_held_out(samples_of(30), 0.1).lines()[0]
+    few = split_held_out(samples_of(30), 0.01)  # of thirty prompts, nine may be held out
+    assert few.held_out_prompts < 9 and few.lines()[0].endswith(
+        "; give more conversations, or data.held_out; data.held_out_fraction=0.3 holds out about 9"
+    )
+    more = split_held_out(samples_of(30), 0.5)
+    assert 9 <= more.held_out_prompts < 20
+    assert more.lines()[0].endswith("; of 30 prompts more cannot be spared: give more conversations, or data.held_out")
 
 
 @pytest.mark.parametrize("others", [1, 30])

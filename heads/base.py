@@ -85,6 +85,13 @@ class HeadConfig:
         return self.with_placeholder(token)
 
     @property
+    def learns_text(self) -> tuple[str, str] | None:
+        """Where a loss learns the text's own tokens, not the target's distribution: (the setting that says so, what to
+        set instead, "" where nothing can). By default None: no loss does.
+        """
+        return None
+
+    @property
     def vocabulary_share(self) -> float | None:
         """Share of the target's choices that the draft vocabulary must hold; None where the config says its size."""
         size = getattr(self, "draft_vocab_size", 0)

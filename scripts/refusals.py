@@ -254,14 +254,12 @@ def ask_resampling(recipe: Recipe, target: Target) -> str:
             f"data.resampled_copies: found {copies} with joint.enabled=true, expected 0: joint training trains the "
             "target too, and it must not learn from redrawn text: set data.resampled_copies=0, or joint.enabled=false"
         )
-    loss, weight = getattr(recipe.head, "loss", None), getattr(recipe.head, "ce_weight", 0.0)
-    if copies and (loss == "ce" or weight > 0):
-        found = "head.loss=ce" if loss == "ce" else f"head.ce_weight={weight:g}"
-        remedy = "head.loss=kl" if loss == "ce" else "head.ce_weight=0 with head.kl_weight=1"
+    if copies and (learns_text := recipe.head.learns_text) is not None:
+        found, instead = learns_text
         raise ConfigError(
             f"data.resampled_copies: found {copies} with {found}, expected 0: that loss learns the text's tokens, and "
-            "those behind a redrawn token are not what the target says there: set data.resampled_copies=0, or "
-            f"{remedy}, which learns the target's distribution"
+            "those behind a redrawn token are not what the target says there: set data.resampled_copies=0"
+            + (f", or {instead}, which learns the target's distribution" if instead else "")
         )
     return f"{copies} of every sample" if copies else "none"
 

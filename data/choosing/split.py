@@ -141,7 +141,7 @@ class Split:
             return f"{what}; set data.held_out_fraction={fraction:g} or data.held_out"
         remedy, most = "give more conversations, or data.held_out", int(LARGEST_FRACTION * self.prompts)
         if most > found:
-            return f"{what}; {remedy}; data.held_out_fraction={LARGEST_FRACTION:g} holds out about {most}"
+            return f"{what}; data.held_out_fraction={LARGEST_FRACTION:g} holds out about {most}; for more, {remedy}"
         return f"{what}; of {counted(self.prompts, 'prompts')} more cannot be spared: {remedy}"
 
     def as_dict(self) -> dict[str, Any]:

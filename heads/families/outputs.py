@@ -49,6 +49,10 @@ class OutputConfig(HeadConfig):
     #: data).
     loss: str = "kl"
 
+    @property
+    def learns_text(self) -> tuple[str, str] | None:
+        return ("head.loss=ce", "head.loss=kl") if self.loss == "ce" else None
+
 
 @dataclass(frozen=True)
 class TeacherRows:

@@ -109,6 +109,10 @@ class BlockConfig(HeadConfig):
     #: How the drafts of a block weigh: decay (depth_decay), or dpace (by the draft's own probability of getting there).
     weighting: str = "decay"
 
+    @property
+    def learns_text(self) -> tuple[str, str] | None:
+        return (f"head.ce_weight={self.ce_weight:g}", "head.ce_weight=0 head.kl_weight=1") if self.ce_weight else None
+
     def check(self) -> None:
         super().check()
         for name in self.weights:

@@ -41,6 +41,11 @@ class DFlash2Config(BlockConfig):
     #: Weight of the selector's cross-entropy over the candidates.
     select_weight: float = 1.0
 
+    @property
+    def learns_text(self) -> tuple[str, str] | None:
+        """The selector learns to choose the text's token, which no other loss does in its place."""
+        return (f"head.select_weight={self.select_weight:g}", "") if self.select_weight else super().learns_text
+
 
 class Selector(nn.Module):
     """Scores of a draft b behind the token a: ⟨A[a] ⊙ H h, B[b]⟩, added to the backbone's logit of b."""

@@ -143,7 +143,7 @@ def test_few_held_out_prompts_are_told():
     assert split_held_out(samples_of(1000), 0.03).lines() == []
     few = split_held_out(samples_of(30), 0.01)  # of thirty prompts, nine may be held out
     assert few.held_out_prompts < 9 and few.lines()[0].endswith(
-        "; give more conversations, or data.held_out; data.held_out_fraction=0.3 holds out about 9"
+        "; data.held_out_fraction=0.3 holds out about 9; for more, give more conversations, or data.held_out"
     )
     more = split_held_out(samples_of(30), 0.5)
     assert 9 <= more.held_out_prompts < 20

@@ -140,6 +140,10 @@ def test_ranks_that_drew_other_tokens_take_those_of_the_first(recipe: Path):
         (["head={type: medusa, depth: 2, loss: ce}"], "head.loss=ce"),
         (["head={type: hydra, depth: 2, loss: ce}"], "head.loss=ce"),
         (["head={type: dflash, depth: 2, mask_token_id: 258, ce_weight: 0.5}"], "head.ce_weight=0.5"),
+        (
+            ["head={type: dflash2, depth: 2, mask_token_id: 258, ce_weight: 0, kl_weight: 1, conv_group: 8}"],
+            "head.select_weight=1",
+        ),
     ],
 )
 def test_what_cannot_have_copies_is_refused_first(headstart: Callable, recipe: Path, settings: list[str], found: str):

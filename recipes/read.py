@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from headstart.heads.counting import counted
 from headstart.heads.errors import ConfigError, first_line
 from headstart.heads.files import read_bounded
 
@@ -303,7 +304,7 @@ def _changed(found: Any, path: tuple[str | int, ...], edit: Edit, name: str, lab
                 f"{label}: {edit.key}: {name} is {shown(found)}, no list with entries: give it whole, {name}=[…]"
             )
         if not 0 <= part < len(found):
-            entries = f"{len(found)} entries, [0] to [{len(found) - 1}]" if found else "no entries"
+            entries = f"{counted(len(found), 'entries')}, [0] to [{len(found) - 1}]" if found else "no entries"
             raise ConfigError(f"{label}: {edit.key}: {name} has {entries}: give it whole, {name}=[…]")
         entry = _changed(found[part], path[1:], edit, f"{name}[{part}]", label)
         return [*found[:part], entry, *found[part + 1 :]]

@@ -92,9 +92,10 @@ class Found:
         return SourceConfig(**self.source)
 
     def describe(self) -> str:
-        kind = "conversations" if self.answered else "prompts, which the target answers before training"
+        said = counted(self.count, "conversations" if self.answered else "prompts", ",")
+        said += "" if self.answered else ", which the target answers before training"
         at_most = "at most " if self.config.dataset else ""
-        return f"{self.config.path or self.config.dataset}: {at_most}{self.count:,} {kind} ({', '.join(self.layouts)})"
+        return f"{self.config.path or self.config.dataset}: {at_most}{said} ({', '.join(self.layouts)})"
 
 
 def look_at(data: str) -> Found:

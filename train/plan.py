@@ -22,6 +22,7 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.host_memory import free_bytes, own_bytes
 from headstart.heads.losses.fused import chunk_elements, chunk_rows
+from headstart.heads.targets.load import require_present
 from headstart.heads.targets.locate import decoder_layers
 from headstart.heads.targets.quantised import held_bytes_of
 from headstart.heads.targets.sizes import TargetSizes, widest_layer
@@ -436,7 +437,11 @@ def _more_ranks(planned: Layout, device_bytes: int, target: Target, head: Head) 
 
 
 def local_device_bytes(device: torch.device) -> int:
-    """Memory that a run here may take: that of the smallest GPU; on a CPU what is free, and what this process holds."""
+    """Memory that a run here may take: that of the smallest GPU; on a CPU what is free, and what this process holds.
+
+    Raises: ConfigError where the device is a GPU and none is there.
+    """
+    require_present(device)
     if device.type != "cuda":
         return free_bytes() + own_bytes()
     return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))

@@ -39,6 +39,12 @@ def explained_loading(name: str, hub_refusal: str | None) -> Iterator[None]:
             )
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             return f"{failed} only code that comes with it can do that: {TRUST}"
+        if isinstance(error, ValueError) and "backend tokenizer" in str(error):
+            return (
+                f"{failed} no tokenizer that transformers reads lies beside the model. Copy its files there "
+                "(tokenizer.json and tokenizer_config.json), or install the package that reads what is there "
+                "(sentencepiece, tiktoken)"
+            )
         if isinstance(error, OSError | ValueError):
             return (
                 f"{failed} {hub_refusal or _without_list(error)}\n"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headstart.heads.counting import counted
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, DataError, TargetError
 from headstart.heads.files import explain_read, read_bounded
@@ -50,7 +51,7 @@ def load_target(config: TargetConfig) -> Target:
     """
     from transformers import AutoConfig
 
-    device = resolve_device(config.device)
+    require_present(device := resolve_device(config.device))
     dtype = resolve_dtype(config.dtype, device)
     if config.parallel not in TARGET_KINDS:
         raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
@@ -296,20 +297,35 @@ def resolve_device(device: str) -> torch.device:
     """The device that a recipe names.
 
     A GPU that is named by its number becomes the current one, because kernels are launched and graphs captured on the
-    current one, wherever their tensors are.
-    Raises: ConfigError for what is no device, and for a GPU that is not there.
+    current one, wherever their tensors are. `cuda` is taken where no GPU is there, because a plan may ask about one.
+    What computes asks `require_present`.
+    Raises: ConfigError for other kinds of devices, and for the number of a GPU that is not there.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N") from error
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and resolved.index is not None:
         if resolved.index >= (cards := torch.cuda.device_count()):
-            raise ConfigError(f"target.device: found {device!r}, this machine has {cards} GPUs, expected one of them")
+            there = f"{counted(cards, 'GPUs')}, numbered from 0" if cards else "no GPU that torch sees"
+            raise ConfigError(
+                f"target.device: found {device!r}, this machine has {there}; expected one that is there, auto or cpu"
+            )
         torch.cuda.set_device(resolved)
     return resolved
+
+
+def require_present(device: torch.device) -> None:
+    """Raises: ConfigError where the device is a GPU and this machine has none."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "target.device: found cuda, this machine has no GPU that torch sees; expected auto or cpu here "
+            "(`headstart doctor` lists the GPUs)"
+        )
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ from headstart.data.choosing.mixing import SourceCount
 from headstart.data.choosing.split import Split
 from headstart.data.prepare import TokenizeReport
 from headstart.heads.counting import counted, noun_of
+from headstart.initial import Found
 from headstart.train.tracking.screen import Screen
 
 
@@ -32,6 +33,13 @@ def test_reports_of_one_conversation_say_so() -> None:
     assert report.lines() == ["1 conversation → 1 sample, 20 tokens, 5 supervised (25%)"]
     assert SourceCount("talk", 1.0, None, read=1).asked(0) == "talk: 1 prompt read; 1 asked"
     assert SourceCount("talk", 1.0, None, read=3).asked(1) == "talk: 3 prompts read, 1 bad row; 2 asked"
+    cases = ((1, True), (1, False), (1200, True))
+    found = [Found({"path": "talk.jsonl"}, count, answered, ["messages"]) for count, answered in cases]
+    assert [source.describe() for source in found] == [
+        "talk.jsonl: 1 conversation (messages)",
+        "talk.jsonl: 1 prompt, which the target answers before training (messages)",
+        "talk.jsonl: 1,200 conversations (messages)",
+    ]
     split = Split([], [], 9, 1, copied_answers=1, copies=["a"])
     assert split.lines()[:2] == [
         "1 answer left training for repeating held-out text",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ONLY_FILES = ("data.distill.prompts=[]",)
 
@@ -167,6 +168,24 @@ def test_conversations_of_one_prompt_do_not_train_before_there_is_something_to_e
 def test_options_of_a_plan_do_not_train(headstart: Callable, recipe: Path) -> None:
     refused = headstart("train", recipe, "--gpus", "2")
     check(refused, 2, "--gpus: found in `headstart train`, expected in `headstart plan`", "torchrun --nproc_per_node")
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_every_verb_that_computes(
+    headstart: Callable, recipe: Path, tiny_target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert headstart("run", recipe).code == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked, head = "target.device=cuda", ("--head", tmp_path / "run" / "head", "--target", tiny_target)
+    verbs = [(verb, recipe, f"run_dir={tmp_path}/new") for verb in ("distill", "train", "run")]
+    verbs += [("eval", recipe, "eval.max_new_tokens=7"), ("eval", *head, "--data", prompts), ("tune", recipe)]
+    verbs += [("export", *head, "--out", tmp_path / "out")]
+    for verb in verbs:
+        result = headstart(*verb, asked)
+        assert result.code == 2 and "target.device: found cuda, this machine has no GPU" in result.err, verb
+        assert "loading target" not in result.err
+    assert not (tmp_path / "new" / "data" / "distilled.jsonl").exists() and not (tmp_path / "out" / "config.json").exists()
+    assert "FAIL" in (doctor := headstart("doctor", recipe, asked)).out and doctor.code == 1
+    assert headstart("plan", recipe, asked).code == 0
 
 
 def test_a_runs_directory_is_not_its_head(headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path) -> None:

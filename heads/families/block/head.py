@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from headstart.heads.base import MAX_LAYERS, MAX_SIZE, HeadConfig, Loss, LossTerm
 from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.counting import counted
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
@@ -210,7 +211,7 @@ class BlockHead(Corrected, AddsGradients):
         return self.depth + (0 if self.config.sample_from_anchor else 1)
 
     def describe(self) -> str:
-        block = f"a block of {self.block_size} slots drafts {self.depth} tokens"
+        block = f"a block of {self.block_size} slots drafts {counted(self.depth, 'tokens')}"
         return f"{super().describe()}; {block}, mask token {self.config.mask_token_id}"
 
     @property

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.fetch import locate_target
-from headstart.heads.targets.load import read_template
+from headstart.heads.targets.load import read_template, weightless_target
+from headstart.heads.targets.target import TargetConfig
 
 
 @pytest.fixture
@@ -51,6 +52,27 @@ def test_json_that_no_parser_takes_is_named(model: Path, name: str, content: str
     (model / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(TargetError, match=message.replace("config.json", name)):
         locate_target(str(model))
+
+
+def test_a_head_or_a_run_in_place_of_the_target_is_named(model: Path, tmp_path: Path) -> None:
+    head = tmp_path / "run" / "head"
+    head.mkdir(parents=True)
+    (head / "headstart.json").write_text("{}")
+    (head / "config.json").write_text('{"model_type": "llama"}')
+    for place, found in ((head, "a draft head (it holds headstart.json)"), (head.parent, "a run's directory")):
+        with pytest.raises(TargetError) as caught:
+            locate_target(str(place))
+        assert str(caught.value).startswith(f"target.name: {place} is {found}")
+        assert "expected the model that the head drafts for" in str(caught.value)
+    # a model that somebody keeps together with its head
+    head.rename(model / "head")
+    assert locate_target(str(model)) == (str(model), None)
+
+
+def test_a_model_without_its_tokenizer_is_told_what_is_missing(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(TargetError, match="no tokenizer that transformers reads lies beside the model. Copy its files"):
+        weightless_target(TargetConfig(name=str(model)))
 
 
 def test_a_sound_directory_and_names_that_none_can_have(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

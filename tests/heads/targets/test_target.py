@@ -11,7 +11,7 @@ from reference.tiny import turns_of
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.targets.load import resolve_device
+from headstart.heads.targets.load import require_present, resolve_device
 from headstart.heads.targets.target import Target, forward_tokens, length_groups
 
 
@@ -130,6 +130,17 @@ def test_a_card_named_by_its_number_is_the_current_one(monkeypatch: pytest.Monke
     assert current == [torch.device("cuda", 1)]
     with pytest.raises(ConfigError, match=r"target.device: found 'cuda:2', this machine has 2 GPUs"):
         resolve_device("cuda:2")
+    for cards, there in ((1, "this machine has 1 GPU, numbered from 0; expected one"), (0, "this machine has no GPU")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
+        with pytest.raises(ConfigError, match=f"target.device: found 'cuda:2', {there}"):
+            resolve_device("cuda:2")
+    for other in ("mps", "meta", "xpu", "gpu", "cuda:-1", ""):
+        with pytest.raises(ConfigError, match=f"target.device: found '{other}', expected auto, cpu, cuda or cuda:N"):
+            resolve_device(other)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_present(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="target.device: found cuda, this machine has no GPU that torch sees"):
+        require_present(torch.device("cuda"))
 
 
 def test_target_is_frozen():

@@ -38,9 +38,6 @@ MARKER = "Zebra"
 ID = "written-"
 #: why a try gives no prompt
 CUT, EMPTY, SPECIAL, REPEATED = "cut at written_max_tokens", "empty", "with special tokens inside", "said before"
-BROKEN = "with a broken character"
-#: what a tokenizer decodes bytes to that are no UTF-8
-NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 REMEDY = "set data.distill.written=0 and give prompts: data.distill.prompts=[{path: prompts.jsonl}]"
 
 
@@ -224,8 +221,6 @@ def _contents(
         text = tokenizer.decode(ids).strip()
         if not text:
             left_out[EMPTY] += 1
-        elif NO_CHARACTER in text:
-            left_out[BROKEN] += 1
         # letters that look like a special token would be read as one
         elif opening.special.intersection([*ids, *tokenizer(text, add_special_tokens=False)["input_ids"]]):
             left_out[SPECIAL] += 1

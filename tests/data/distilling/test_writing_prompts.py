@@ -230,24 +230,6 @@ def test_words_that_look_like_a_special_token_are_left_out(tmp_path):
     assert found.left_out == {"with special tokens inside": 1} and found.kept == 0
 
 
-def test_a_part_of_a_character_is_left_out(tmp_path):
-    record = {"id": "try-0", "finish_reason": "stop", "response_token_ids": [72, 0xF0, 0x9F, 3]}
-    (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")
-
-    class Bytes:
-        """Tokens are bytes, as in a byte-level tokenizer."""
-
-        def decode(self, ids):
-            return bytes(ids).decode(errors="replace")
-
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": list(text.encode())}
-
-    opening = Opening((5,), (3,), frozenset({3}))
-    found = module._sort_out(tmp_path / "t.jsonl", tmp_path / "o.jsonl", 1, 1, opening, Bytes())
-    assert found.left_out == {"with a broken character": 1} and found.kept == 0
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -114,6 +114,9 @@ def _unknown(layer: Layer, full: str, key: str, siblings: list[str], prefix: str
     if best is None:
         best = next(iter(difflib.get_close_matches(full, known, n=1, cutoff=0.7)), None)
     hint = f"; did you mean {best!r}?" if best else "."
+    name, colon, rest = key.partition(":")
+    if colon and rest and name in siblings:
+        hint = f": YAML needs a space behind the colon, `{name}: {rest}`."
     node = prefix.removesuffix(".") or "the recipe"
     return f"{layer.where(full)}: unknown key {full!r}{hint} Keys of {node}: {', '.join(siblings)}"
 

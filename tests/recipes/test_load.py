@@ -92,6 +92,12 @@ def test_the_resolved_recipe_reads_back_equal(base: Path, tmp_path: Path) -> Non
         ("head.dpth=1", "did you mean 'head.depth'?"),
         ("head.num_layers=1", "unknown key 'head.num_layers'"),  # medusa's, not eagle3's
         ("data.sources=[{pth: x}]", "unknown key 'data.sources[0].pth'; did you mean 'data.sources[0].path'?"),
+        (
+            "data.sources=[{path:x.jsonl}]",
+            "unknown key 'data.sources[0].path:x.jsonl': YAML needs a space behind the colon, `path: x.jsonl`. Keys of",
+        ),
+        ("train={epochs:3}", "unknown key 'train.epochs:3': YAML needs a space behind the colon, `epochs: 3`. Keys of"),
+        ("train={epoch:3}", "unknown key 'train.epoch:3'"),
         ("eval.tree.dept=1", "did you mean 'eval.tree.depth'?"),
         ("train.lr=fast", "train.lr: found 'fast', expected number"),
         ("train.keep=1.5", "train.keep: found 1.5, expected whole number"),

@@ -245,8 +245,9 @@ def _without_retired(layer: Layer) -> Layer:
 def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> ConfigError:
     """The error for a value that refers to a key or an environment variable that does not exist."""
     key = str(getattr(error, "full_key", None) or "")
-    # run_dir is usually made of the name
-    said = [layer for name in (key, "name" if key == "run_dir" else key) for layer in layers if layer.gives(name)]
+    said = [layer for layer in layers if layer.gives(key)]
+    if key == "run_dir" and (not said or "${name}" in str(said[-1].values.get(key))):  # it is made of the name
+        said += [layer for layer in layers if layer.gives("name")]
     where = said[-1].where(key) if said else label
     raised = re.fullmatch(r"\w+ raised while resolving interpolation: \"?(.*?)\"?", first_line(error))
     cause = raised[1] if raised else first_line(error)

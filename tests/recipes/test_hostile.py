@@ -50,6 +50,7 @@ def outcome(load: Callable[[], Recipe]) -> HeadstartError | None:
 #: override → what the message says; None: it is accepted
 OVERRIDES = {
     "name=${oc.env:NOPE}": "override: run_dir: Environment variable 'NOPE' not found: set it",
+    "run_dir=${oc.env:NOPE}/x": "override: run_dir: Environment variable 'NOPE' not found: set it",
     "name=${nope}": "override: name: Interpolation key 'nope' not found",
     "name=${name}": "override: name: Recursive interpolation",
     "name=${": "override 'name=${'",
@@ -190,6 +191,7 @@ FILES: dict[str, tuple[str | bytes, str | None]] = {
     "inherits a null character": ('inherit: "a\\0b"\n', "no such recipe"),
     "inherits a long name": ("inherit: " + "x" * 5000 + "\n", "File name too long"),
     "a variable that is not set": (BASE + "name: ${oc.env:NOPE}\n", "Environment variable 'NOPE' not found"),
+    "a run_dir with such a variable": (BASE + "run_dir: ${oc.env:NOPE}/x\n", "bad.yaml:7: run_dir: Environment"),
     "a list as head": ("head: [eagle3]\n", "head.type is not set"),
     "a list as family": (BASE.replace("eagle3", "[eagle3]"), "bad.yaml:3: head.type: found"),
 }

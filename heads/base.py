@@ -454,7 +454,7 @@ class Head(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters()) * counts[0]
 
     def copied_numbers(self) -> int:
-        """Numbers of the weights, trained or not, that have a copy in the compute dtype at a time. By default all."""
+        """Numbers of the weights, trained or not, copied to the compute dtype at the same time. By default all."""
         return sum(p.numel() for p in self.parameters())
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:

@@ -19,7 +19,7 @@ from headstart.heads.families import build_head
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, map_head, skeleton
-from headstart.heads.targets.load import require_present, resolve_device, resolve_dtype, weightless_target
+from headstart.heads.targets.load import present_device, resolve_device, resolve_dtype, weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.saved_heads import untrained_config
 
@@ -51,7 +51,7 @@ def ask_evaluation(
         head_config: of that head; None = as `untrained_head` chooses.
     Raises: HeadstartError as the evaluation would.
     """
-    require_present(resolve_device(target.device))
+    present_device(target.device)
     planned = weightless_target(target)
     head = shapes_of_head(directory, planned) if directory is not None else None
     if head is None and untrained:
@@ -63,14 +63,14 @@ def ask_evaluation(
 
 def ask_tuning(target: TargetConfig, directory: Path | None, config: EvalConfig, search: TuneConfig) -> None:
     """Whether the head in `directory` (None: no head) can be tuned. Raises: HeadstartError as tuning would."""
-    require_present(resolve_device(target.device))
+    present_device(target.device)
     planned = weightless_target(target)
     check_tuning(planned, shapes_of_head(directory, planned) if directory is not None else None, config, search)
 
 
 def ask_exporting(target: TargetConfig, directory: Path, config: ExportConfig) -> None:
     """Whether the engines of `config` can be exported to. Raises: HeadstartError as the export would."""
-    require_present(resolve_device(target.device))
+    present_device(target.device)
     planned = weightless_target(target)
     origin = {"target": {"name": target.name, "revision": target.revision}}
     check_ahead(shapes_of_head(directory, planned), config, origin)

@@ -30,6 +30,7 @@ from headstart.heads.errors import ConfigError, DataError, HeadstartError, Stora
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import require_disk
 from headstart.heads.formats.export import engines_that_load
+from headstart.heads.formats.llama_cpp import ONE_NORM
 from headstart.heads.repository import is_repository
 from headstart.heads.targets.fetch import TARGETS
 from headstart.heads.targets.target import Target
@@ -62,8 +63,6 @@ CPU: dict[str, Any] = {
     "eval.limit": 12, "eval.max_new_tokens": 128, "eval.tree.kind": "chain", "eval.tree.depth": 3,
     "tune.batch_sizes": [1, 4, 16],
 }  # fmt: skip
-#: on a CPU: EAGLE-3.1's norms as llama.cpp, which serves on a CPU, reads them
-ONE_NORM: dict[str, Any] = {"head.fc_norm": "concat", "head.norm_output": False}
 QUIET = Console(silent=True)
 
 
@@ -183,7 +182,7 @@ def candidates(settings: Mapping[str, Any], target: Target) -> tuple[list[Candid
             recipe = recipe_of(base, settings)
             own = _small_vocabulary(recipe, target)
             if recipe.target.device == "cpu" and vars(recipe.head).get("fc_norm") == "stream":
-                own |= ONE_NORM
+                own |= ONE_NORM  # llama.cpp serves on a CPU
             recipe = recipe_of(base, {**settings, **own})
             refuse_ahead(recipe, target)
             head = planned_head(recipe, target)

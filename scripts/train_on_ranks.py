@@ -22,7 +22,7 @@ from headstart.console import Console
 from headstart.heads.errors import ConfigError, HeadstartError, explain_memory
 from headstart.heads.escape import plain
 from headstart.heads.quiet import without_bars
-from headstart.heads.targets.load import require_present, resolve_device
+from headstart.heads.targets.load import present_device
 from headstart.pipeline.data import prepare
 from headstart.pipeline.distill import NO_PROMPTS, distill
 from headstart.pipeline.features import store_features
@@ -59,8 +59,7 @@ def main(
     rank, watch = "", Watch(launcher=launcher)
     try:
         recipe = load_recipe(options.recipe, options.overrides)
-        require_present(device := resolve_device(recipe.target.device))
-        accelerator = make_accelerator(device, startup)
+        accelerator = make_accelerator(present_device(recipe.target.device), startup)
         rank = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
         # from when the outcome is printed, a late signal must not change the exit code, which becomes the job's
         alone = startup is None and accelerator.num_processes == 1

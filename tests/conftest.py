@@ -25,5 +25,5 @@ for name in "COLUMNS LINES NO_COLOR FORCE_COLOR CLICOLOR CLICOLOR_FORCE TTY_COMP
 
 @pytest.fixture
 def patient_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint waits until the one before it is written: which there are must not depend on the disk's speed."""
+    """A checkpoint waits for the one before it, so that the disk's speed does not decide which checkpoints exist."""
     monkeypatch.setattr("headstart.train.checkpoints.writer.CheckpointWriter.free", lambda writer: writer.idle(60.0))

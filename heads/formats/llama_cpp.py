@@ -35,8 +35,9 @@ from headstart.heads.repository import is_repository
 VERSION = "llama.cpp 0c1e570"
 #: field of config.json that names the GGUF file
 FILE_FIELD = "gguf_file"
-#: the remedy for norms that its graph lacks
-ONE_NORM = "train with head.fc_norm=concat head.norm_output=false"
+#: the form of EAGLE-3.1's norms that its graph reads, as settings of a recipe, and the remedy where a head has another
+ONE_NORM: dict[str, Any] = {"head.fc_norm": "concat", "head.norm_output": False}
+REMEDY = "train with head.fc_norm=concat head.norm_output=false"
 #: types of targets whose graph gives the inputs of its layers (`layer_inp` in src/models/); with others it aborts
 TARGETS = frozenset(
     (
@@ -53,7 +54,7 @@ def _eagle3(case: Case) -> None:
     if name != GGUF or (place.is_dir() and not (place / GGUF).is_file()):
         how = "export.engines=[llama_cpp] writes one"
         if fc_norm_of(config) == "stream" or config.get("norm_output"):
-            how = f"its graph lacks the head's norms: {ONE_NORM}"
+            how = f"its graph lacks the head's norms: {REMEDY}"
         case.refuse(f"reads GGUF, and there is no {GGUF}: {how}")
         return
     layers = file_layers(case.names)
@@ -64,7 +65,7 @@ def _eagle3(case: Case) -> None:
     layout = Eagle3Layout(1, "input_layernorm", False, fc_norm)
     case.match(layout.tensors(REFUSES), sizes)
     if fc_norm == "stream":
-        case.refuse(f"fc_norm: it has one norm over all streams, not one for each: {ONE_NORM}")
+        case.refuse(f"fc_norm: it has one norm over all streams, not one for each: {REMEDY}")
     known = {rule.name for rule in layout.tensors(REFUSES)} | {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
     if odd := [extra for extra in case.unexplained(known) if not extra.endswith(".bias") or case.nonzero(extra)]:
         case.refuse(f"{some(odd)}: its EAGLE-3 graph reads no such tensor")

@@ -51,7 +51,7 @@ def load_target(config: TargetConfig) -> Target:
     """
     from transformers import AutoConfig
 
-    require_present(device := resolve_device(config.device))
+    device = present_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     if config.parallel not in TARGET_KINDS:
         raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
@@ -298,7 +298,7 @@ def resolve_device(device: str) -> torch.device:
 
     A GPU that is named by its number becomes the current one, because kernels are launched and graphs captured on the
     current one, wherever their tensors are. `cuda` is taken where no GPU is there, because a plan may ask about one.
-    What computes asks `require_present`.
+    What computes calls `present_device`.
     Raises: ConfigError for other kinds of devices, and for the number of a GPU that is not there.
     """
     if device == "auto":
@@ -316,6 +316,13 @@ def resolve_device(device: str) -> torch.device:
                 f"target.device: found {device!r}, this machine has {there}; expected one that is there, auto or cpu"
             )
         torch.cuda.set_device(resolved)
+    return resolved
+
+
+def present_device(device: str) -> torch.device:
+    """As `resolve_device`, for what computes. Raises: ConfigError also for a GPU where this machine has none."""
+    resolved = resolve_device(device)
+    require_present(resolved)
     return resolved
 
 

@@ -90,7 +90,7 @@ def _machine() -> list[Check]:
 def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     from headstart import identity
     from headstart.data.chat.chat import ChatFormat
-    from headstart.heads.targets.load import require_present, resolve_device, weightless_target
+    from headstart.heads.targets.load import present_device, weightless_target
     from headstart.recipes.load import load_recipe
     from headstart.refusals import QUESTIONS, Question
 
@@ -117,10 +117,6 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         files = f"{count} {'source' if count == 1 else 'sources'}"
         return f"{files}; {looked}" if (looked := _look(settings.data, box.get("target"))) else files
 
-    def device() -> str:
-        require_present(found := resolve_device(settings.target.device))
-        return str(found)
-
     def servers() -> str:
         from headstart.data.serving.connect import connect
 
@@ -130,7 +126,7 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     def asked(question: Question) -> Callable[[], str]:
         return lambda: question(settings, box["target"])
 
-    checks.append(_try("device", device))
+    checks.append(_try("device", lambda: str(present_device(settings.target.device))))
     checks.append(_try("target", target))
     if "target" in box:
         checks += [("target", "ok", note) for note in box["target"].notes]

@@ -156,7 +156,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def checkpoints_when_due(patient_writer: None) -> None:
-    """Tests that stop a run count on its checkpoints."""
+    """Tests that stop a run count on every checkpoint that `train.save_every` asks for."""
 
 
 @pytest.fixture

@@ -14,4 +14,4 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def checkpoints_when_due(patient_writer):
-    """All tests of this room count on it."""
+    """Tests of this room count on every checkpoint that `train.save_every` asks for."""
